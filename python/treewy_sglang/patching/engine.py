@@ -213,6 +213,7 @@ def _revert(target: Target, series: Series, status: Status, force: bool) -> str:
         if data is not None:
             changes.append(Change(name, data, None))
     if not changes and journal is None:
+        transaction.clean(root)  # a run may have died while it wrote its journal
         return f"Nothing to revert: {root} is unpatched."
     created = [d for r in records for d in r.get("created", [])]
     record: dict[str, Any] = {

@@ -25,15 +25,13 @@ _DIFF = (
 ).split()
 
 
-def git(checkout: Path, *arguments: str, stdin: Optional[bytes] = None) -> bytes:
+def git(checkout: Path, *arguments: str) -> bytes:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environment |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
     for who in ("AUTHOR", "COMMITTER"):
         environment[f"GIT_{who}_NAME"], environment[f"GIT_{who}_EMAIL"] = _FROM[:-1].split(" <")
     try:
-        done = subprocess.run(
-            ["git", "-C", str(checkout), *arguments], input=stdin, capture_output=True, env=environment
-        )
+        done = subprocess.run(["git", "-C", str(checkout), *arguments], capture_output=True, env=environment)
     except FileNotFoundError:
         raise Refused("git is not installed; export and import need it (apply and revert do not).") from None
     if done.returncode:
@@ -129,6 +127,7 @@ def import_series(checkout: Path, series: Series, directory: Path) -> str:
         raise Refused(f"{checkout} has uncommitted changes.")
     settings = [
         "commit.gpgSign=false",
+        "i18n.commitEncoding=UTF-8",
         "core.autocrlf=false",
         "core.hooksPath=/dev/null",
         "am.threeWay=false",
@@ -146,9 +145,14 @@ def import_series(checkout: Path, series: Series, directory: Path) -> str:
 
 
 def _message(checkout: Path, commit: str) -> str:
-    raw = git(checkout, "show", "--no-patch", "--no-show-signature", "--format=%B", commit).decode()
+    # The raw object: `git log` and `git show` obey settings.
+    raw = git(checkout, "cat-file", "commit", commit).partition(b"\n\n")[2]
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise Refused(f"Commit {commit[:12]}: the message is not UTF-8.") from None
     # As git itself cleans a message: no trailing blanks, no double empty lines.
-    message = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in raw.split("\n"))).strip("\n")
+    message = re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in text.split("\n"))).strip("\n")
     subject, _, rest = message.partition("\n")
     what = f"Commit {commit[:12]} ({subject})"
     if not subject.isascii() or subject.startswith("["):

@@ -108,8 +108,7 @@ def run(
         for directory in {(root / c.path).parent for c in changes}:
             if directory.is_dir():
                 fs.sync_directory(directory)
-        fs.unlink(journal_path)
-        fs.sync_directory(root)
+        fs.unlink(journal_path)  # from here on it is done: nothing may fail below
     except BaseException as error:
         try:
             _undo(root, changes, begun, made)
@@ -140,7 +139,7 @@ def _undo(root: Path, changes: Sequence[Change], begun: Sequence[Change], made: 
         _remove_directory(root / relative)
 
 
-def clean(root: Path, paths: Sequence[str]) -> None:
+def clean(root: Path, paths: Sequence[str] = ()) -> None:
     """Remove temporary files."""
     for path in [*paths, JOURNAL]:
         if temporary(root / path).parent.is_dir():
