@@ -39,7 +39,9 @@ EDITS = [
     (
         "Arguments: the flag",
         {
-            "srt/server_args.py": BASE["srt/server_args.py"].replace(b"line 3\n", b"line 3\nflag\n").replace(b"line 30\n", b""),
+            "srt/server_args.py": BASE["srt/server_args.py"]
+            .replace(b"line 3\n", b"line 3\nflag\n")
+            .replace(b"line 30\n", b""),
             "srt/tail.h": b"#pragma once\n#include <cstddef>\nlast\n",
         },
     ),

@@ -77,7 +77,8 @@ def test_twice_is_harmless(target, series, package):
 def test_the_stamp(target, series, package):
     apply(target, series, "9.9")
     stamp = json.loads((package / STAMP).read_text())
-    assert (stamp["tag"], stamp["version"], stamp["series"], stamp["treewy"]) == ("v1.2.3", "1.2.3", series.digest, "9.9")
+    assert (stamp["tag"], stamp["version"], stamp["treewy"]) == ("v1.2.3", "1.2.3", "9.9")
+    assert stamp["series"] == series.digest
     assert [(f["path"], f["after"]) for f in stamp["files"]] == [
         (f.relative, sha256((package / f.relative).read_bytes())) for f in series.upstream.files
     ]
@@ -132,7 +133,7 @@ def test_commits_in_a_checkout_only_need_the_stamp(tmp_path, series):
         verify_installed(target.root, series)
     assert "patched already; the stamp was written" in apply(target, series)
     assert verify_installed(target.root, series).applied
-    assert sorted(git(top, "status", "--porcelain").split()) == sorted(["??", f"python/sglang/{STAMP}", "??", f"python/sglang/{UNDO}"])
+    assert git(top, "status", "--porcelain").splitlines() == [f"?? python/sglang/{name}" for name in (STAMP, UNDO)]
     revert(target, series)
     assert state(target, series) == "unpatched"
     assert git(top, "diff", "v1.2.3", "--stat") == ""
@@ -143,7 +144,7 @@ def test_wrong_version(tmp_path, series, version):
     root = make_package(tmp_path / "site", version)
     before = snapshot(tmp_path)
     for operation in (apply, check):
-        with pytest.raises(Refused, match=rf"This is SGLang {version}; the patches are for SGLang 1\.2\.3 \(tag v1\.2\.3\)"):
+        with pytest.raises(Refused, match=rf"This is SGLang {version}; .* for SGLang 1\.2\.3 \(tag v1\.2\.3\)"):
             operation(find_target(root), series)
     with pytest.raises(NotPatched, match=r"Install sglang==1\.2\.3"):
         verify_installed(root, series)
@@ -460,7 +461,7 @@ def test_no_permission(open_directory, series, patched, closed, request):
         assert "Already applied" in apply(target, series)
         assert verify_installed(package, series).applied
     for operation in (revert,) if patched else (check, apply):
-        with pytest.raises(CannotWrite, match=rf"No permission to write in {package}.* \(it belongs to \w+\); nothing was changed"):
+        with pytest.raises(CannotWrite, match=rf"No permission to write in {package}.* \(it belongs to \w+\); nothing"):
             operation(target, series)
     assert snapshot(site) == before
 

@@ -9,7 +9,17 @@ import sys
 
 import pytest
 
-from treewy_sglang.patching import CannotWrite, Interrupted, NotPatched, Refused, Series, apply, inspect, revert, verify_installed
+from treewy_sglang.patching import (
+    CannotWrite,
+    Interrupted,
+    NotPatched,
+    Refused,
+    Series,
+    apply,
+    inspect,
+    revert,
+    verify_installed,
+)
 from treewy_sglang.patching.state import JOURNAL
 
 from .conftest import Faults, snapshot
@@ -19,7 +29,11 @@ class Died(BaseException):
     pass
 
 
-ERRORS = [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EACCES, "Permission denied"), KeyboardInterrupt()]
+ERRORS = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    KeyboardInterrupt(),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +189,8 @@ apply(find_target(sys.argv[1]), Series.load(sys.argv[2]))
 
 def test_a_killed_process(target, series, package, patches):
     original = snapshot(package)
-    done = subprocess.run([sys.executable, "-c", KILLED, package, patches], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", KILLED, package, patches], env=environment)
     assert done.returncode == -9
     assert inspect(target, series).state == "interrupted"
     revert(target, series)

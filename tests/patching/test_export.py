@@ -47,10 +47,13 @@ def test_the_users_settings_do_not_matter(checkout, patches, series, tmp_path, m
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".gitconfig").write_text(
         "[user]\n name = Ünï Cödé\n email = x@y\n[diff]\n noprefix = true\n context = 9\n algorithm = patience\n"
-        " renames = copies\n mnemonicPrefix = true\n external = false\n orderFile = /nonexistent\n interHunkContext = 9\n"
+        " renames = copies\n mnemonicPrefix = true\n external = false\n orderFile = /nonexistent\n"
+        " interHunkContext = 9\n"
         "[core]\n abbrev = 7\n autocrlf = true\n hooksPath = /nonexistent\n pager = false\n quotePath = false\n"
-        "[format]\n signature = me\n signOff = true\n[color]\n ui = always\n[am]\n threeWay = true\n[apply]\n whitespace = fix\n"
-        "[commit]\n gpgSign = true\n[log]\n showSignature = true\n[i18n]\n logOutputEncoding = latin1\n commitEncoding = latin1\n"
+        "[format]\n signature = me\n signOff = true\n[color]\n ui = always\n[am]\n threeWay = true\n"
+        "[apply]\n whitespace = fix\n"
+        "[commit]\n gpgSign = true\n[log]\n showSignature = true\n"
+        "[i18n]\n logOutputEncoding = latin1\n commitEncoding = latin1\n"
     )
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", "false")
     monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
@@ -108,8 +111,9 @@ def test_rebased_commits_export_alike(checkout, tmp_path):
     commit(checkout)
     export(checkout, tmp_path / "one", PIN)
     environment = {**os.environ, "GIT_COMMITTER_DATE": "2001-01-01T00:00:00Z"}
-    command = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-q", "--amend", "--no-edit"]
-    subprocess.run([*command, "--author=Other <o@o>", "--date=2002-02-02T00:00:00Z"], check=True, env=environment)
+    amend = ["commit", "-q", "--amend", "--no-edit", "--author=Other <o@o>", "--date=2002-02-02T00:00:00Z"]
+    command = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@x", *amend]
+    subprocess.run(command, check=True, env=environment)
     export(checkout, tmp_path / "two", PIN)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 

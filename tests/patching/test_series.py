@@ -152,6 +152,8 @@ def test_the_pin_is_written_once(real):
     if not (top / "python" / "treewy_sglang").is_dir():
         top = None
     package = Path(series_module.__file__).parents[1]
-    candidates = [*package.rglob("*.py"), *(p for n in ("setup.py", "pyproject.toml") if top and (p := top / n).is_file())]
-    pin = re.compile(rf"""sglang\s*==\s*{re.escape(real.upstream.version)}|["']v?{re.escape(real.upstream.version)}["']""")
-    assert [str(p) for p in candidates if pin.search(p.read_text())] == []
+    build = [top / name for name in ("setup.py", "pyproject.toml", "Makefile")] if top else []
+    version = re.escape(real.upstream.version)
+    pin = re.compile(rf"""sglang\s*==\s*{version}|["']v?{version}["']""")
+    files = [*package.rglob("*.py"), *(p for p in build if p.is_file())]
+    assert [str(p) for p in files if pin.search(p.read_text())] == []

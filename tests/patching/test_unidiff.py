@@ -15,14 +15,16 @@ PATH = "python/sglang/a.py"
 def make_diff(old: bytes, new: bytes, context: int = 3) -> bytes:
     """The diff of two files, by difflib (on latin-1 text, so that every byte is a character)."""
     a, b = ([line.decode("latin-1") for line in split_lines(data)] for data in (old, new))
-    head = f"diff --git a/{PATH} b/{PATH}\nindex {blob_id(old)}..{blob_id(new)} 100644\n--- a/{PATH}\n+++ b/{PATH}\n"
+    head = f"diff --git a/{PATH} b/{PATH}\nindex {blob_id(old)}..{blob_id(new)} 100644\n"
+    head += f"--- a/{PATH}\n+++ b/{PATH}\n"
     body = []
     for line in list(difflib.unified_diff(a, b, n=context))[2:]:
         body.append(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n")
     return (head + "".join(body)).encode("latin-1")
 
 
-lines = st.lists(st.sampled_from([b"a\n", b"b\n", b"\n", b"c\r\n", b"d\re\n", b"- x\n", b"@@ \n", b"\xff\n"]), max_size=30)
+line = st.sampled_from([b"a\n", b"b\n", b"\n", b"c\r\n", b"d\re\n", b"- x\n", b"@@ \n", b"\xff\n"])
+lines = st.lists(line, max_size=30)
 text = st.builds(lambda body, tail: b"".join(body) + tail, lines, st.sampled_from([b"", b"tail", b"t\r"]))
 
 

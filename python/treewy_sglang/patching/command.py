@@ -51,7 +51,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def add(name: str, help: str, argument: str = "target", required: bool = False) -> argparse.ArgumentParser:
-        sub = actions.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", epilog=_EPILOG, formatter_class=raw)
+        description = help[0].upper() + help[1:] + "."
+        sub = actions.add_parser(name, help=help, description=description, epilog=_EPILOG, formatter_class=raw)
         sub.add_argument(argument, metavar=argument.upper(), type=Path, nargs=None if required else "?")
         sub.add_argument("--patches", type=Path, metavar="DIR", help="another series than the package's own")
         sub.set_defaults(run=run)

@@ -33,6 +33,8 @@ from .state import (
 from .target import Target, find_target, find_version, installed_root
 from .transaction import Change
 
+# sha256 before, every sha256 that a TreeWY series gave it, mode if it was added
+Known = tuple[Optional[str], set[str], int]
 Contents = dict[str, Optional[bytes]]  # by path below the sglang directory
 
 
@@ -48,7 +50,7 @@ def apply(target: Target, series: Series, treewy_version: str = "unknown") -> st
             try:
                 _apply(target, series, treewy_version)
             except PatchError as error:
-                raise type(error)(f"The earlier series was taken out, but this one could not be applied: {error}") from error
+                raise type(error)(f"The earlier series was taken out, this one not put in: {error}") from error
             return f"Replaced an earlier series by {_count(series)} in {target.root}."
         if status.state == UNPATCHED:
             _apply(target, series, treewy_version)
@@ -91,7 +93,7 @@ def verify_installed(sglang_root: Union[str, Path, None] = None, series: Optiona
         elif status.state in (PARTIAL, INTERRUPTED):
             remedy = f"Run: {sys.executable} -m treewy_sglang patch revert {target.root}, then the same with apply."
         else:
-            remedy = f"Install sglang=={status.pin_version} again, then run: {sys.executable} -m treewy_sglang patch apply"
+            remedy = f"Install sglang=={status.pin_version} again, then: {sys.executable} -m treewy_sglang patch apply"
         raise NotPatched(f"SGLang in {target.root} does not carry this TreeWY's patches. {status.detail} {remedy}")
     return status
 
@@ -229,9 +231,9 @@ def _revert(target: Target, series: Series, status: Status, force: bool) -> str:
     return f"Reverted {restored_count} files in {root}; SGLang is as it was before patching."
 
 
-def _known(series: Series, records: list[dict[str, Any]], status: Status) -> dict[str, tuple[Optional[str], set[str], int]]:
-    """path -> (sha256 before, all sha256 that a TreeWY series gave it, mode if it was added)."""
-    known: dict[str, tuple[Optional[str], set[str], int]] = {}
+def _known(series: Series, records: list[dict[str, Any]], status: Status) -> dict[str, Known]:
+    """All files that a TreeWY series may have touched here."""
+    known: dict[str, Known] = {}
     for record in records:
         for entry in record["files"]:
             before, afters, mode = known.get(entry["path"], (entry.get("before"), set(), 0o644))
