@@ -39,7 +39,7 @@ class TreeWYGDNAttnBackend(GDNAttnBackend):
 
     def init_forward_metadata(self, forward_batch: Any):
         super().init_forward_metadata(forward_batch)
-        self._note_nodes(forward_batch)
+        self._note(forward_batch)
         metadata = self.forward_metadata
         if not forward_batch.forward_mode.is_target_verify() or metadata.retrieve_next_token is None:
             return
@@ -59,7 +59,8 @@ class TreeWYGDNAttnBackend(GDNAttnBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False):
         super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self._note_nodes(forward_batch)
+        if not in_capture:
+            self._note(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any):
         super().init_forward_metadata_in_graph(forward_batch)
@@ -67,8 +68,9 @@ class TreeWYGDNAttnBackend(GDNAttnBackend):
         if forward_batch.forward_mode.is_target_verify() and metadata.retrieve_parent_token is not None:
             parents_of((metadata.retrieve_next_token, metadata.retrieve_next_sibling), metadata.retrieve_parent_token)
 
-    def _note_nodes(self, forward_batch: Any):
+    def _note(self, forward_batch: Any):
         if forward_batch.forward_mode.is_target_verify():
+            status.count_verify()
             self._nodes = forward_batch.spec_info.draft_token_num
 
     # Verify
@@ -125,7 +127,7 @@ class TreeWYGDNAttnBackend(GDNAttnBackend):
             track_indices=track_indices[:rows] if track else None,
             track_nodes=track_nodes[:rows] if track else None,
         )
-        status.count_verified(rows, rows * self._nodes)
+        status.count_commit(rows, rows * self._nodes)
 
 
 class TreeWYHybridLinearAttnBackend(HybridLinearAttnBackend):

@@ -9,8 +9,7 @@ from typing import Any, Dict
 logger = logging.getLogger(__name__)
 
 _started: Dict[str, Any] = {}
-_requests_verified = 0
-_nodes_verified = 0
+_counts = {"verify_calls": 0, "commit_calls": 0, "requests_verified": 0, "nodes_verified": 0}
 _errors: Dict[str, int] = {}
 _last_check = 0.0
 
@@ -20,22 +19,25 @@ def started(**facts: Any) -> None:
     _started.update(facts)
 
 
-def count_verified(requests: int, nodes: int) -> None:
-    global _requests_verified, _nodes_verified
-    _requests_verified += requests
-    _nodes_verified += nodes
+def count_verify() -> None:
+    _counts["verify_calls"] += 1
+
+
+def count_commit(requests: int, nodes: int) -> None:
+    _counts["commit_calls"] += 1
+    _counts["requests_verified"] += requests
+    _counts["nodes_verified"] += nodes
 
 
 def collect_errors() -> Dict[str, int]:
-    """Counts since the start, by kind. Reads the device, so it is called when nothing is in flight."""
+    """Counts since the start, by kind. Waits for the device, so it is called when little is in flight."""
     from treewy_sglang import check_errors
 
-    fresh = {kind: count for kind, count in check_errors(_started.get("device")).items() if count}
-    for kind, count in fresh.items():
+    for kind, count in check_errors(_started.get("device")).items():
         _errors[kind] = _errors.get(kind, 0) + count
-    if fresh:
-        logger.error("TreeWY operators skipped rows with bad values: %s (since the start: %s).", fresh, _errors)
-    return _errors
+        if count:
+            logger.error("TreeWY operators skipped %d rows with a bad %s (%d since the start).", count, kind, _errors[kind])
+    return dict(_errors)
 
 
 def on_idle(interval: float = 5.0) -> None:
@@ -49,9 +51,4 @@ def on_idle(interval: float = 5.0) -> None:
 
 def report() -> Dict[str, Any]:
     """For /server_info."""
-    return {
-        **_started,
-        "requests_verified": _requests_verified,
-        "nodes_verified": _nodes_verified,
-        "operator_errors": dict(collect_errors()),
-    }
+    return {**_started, **_counts, "errors": collect_errors()}
