@@ -155,7 +155,7 @@ class TreeAttnBackend(TorchNativeAttnBackend):
             self.plan,
             layer.scaling,
         )
-        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if self.plan is None:
