@@ -36,14 +36,20 @@ def wants_cpu(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
 
 
-def keep_conv_state_exact(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """With ``--dtype float32``, keep convolution states in float32 too unless the user chose otherwise.
+def set_defaults(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Environment of a server on CPU, where the user did not choose otherwise.
 
-    SGLang keeps them in bfloat16 by default, whatever the dtype of the model; then the answer to a prompt depends on
-    where prefill ends, and a float32 model does not give what transformers gives.
+    With ``--dtype float32``, convolution states are kept in float32 too. SGLang keeps them in bfloat16 by default,
+    whatever the dtype of the model; then the answer to a prompt depends on where its prefill ended, and a float32 model
+    does not give what transformers gives.
+
+    Without ``--enable-torch-compile``, nothing is compiled. SGLang decorates a few helpers of some microseconds with
+    torch.compile; on CPU each costs seconds of a C++ compiler when the first request comes in.
     """
     if option(argv, "--dtype") in ("float32", "float"):
         environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    if "--enable-torch-compile" not in argv:
+        environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def wheel_folder() -> Optional[Path]:
@@ -73,7 +79,7 @@ def activate(
     if not wants_cpu(argv, environ):
         return False
     environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    keep_conv_state_exact(argv, environ)
+    set_defaults(argv, environ)
     folder = wheel_folder()
     if folder is not None and not is_cuda_wheel(folder):
         return False
