@@ -1,0 +1,11 @@
+"""SGLang with ``--device cpu`` on a machine without GPU and without a CPU build of sgl_kernel.
+
+* :mod:`.bootstrap`   switches it on, before SGLang is imported (the seam in ``sglang/__init__.py`` calls it)
+* :mod:`.gdn`         Gated DeltaNet: causal convolution, gates, chunked prefill, one-token step, gated norm
+* :mod:`.speculation` draft trees: building, greedy verification, token and cache-location helpers
+* :mod:`.operators`   registers both as ``torch.ops.sgl_kernel.*_cpu``
+* :mod:`.attention`   attention with a tree mask, and the multi-step backend of EAGLE draft decoding
+* ``overlay/``        a stand-in package ``sgl_kernel``: the wheel's Python files over the operators above
+
+Importing this package imports neither torch nor SGLang.
+"""
