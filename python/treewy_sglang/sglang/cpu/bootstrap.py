@@ -28,22 +28,35 @@ def option(argv: Sequence[str], name: str) -> Optional[str]:
     return value
 
 
+def is_sglang_command(argv: Sequence[str]) -> bool:
+    """True for ``sglang ...``, ``python -m sglang.module ...`` and processes these start; the options of other programs
+    that import SGLang are none of our business. (While Python looks a module up for -m, argv[0] is ``-m``.)"""
+    program = Path(argv[0]) if argv else Path()
+    return program.name in ("-m", "sglang") or program.parent.name == "sglang"
+
+
 def wants_cpu(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """True if the command line says ``--device cpu``, or says nothing and the environment asks for it."""
-    device = option(argv, "--device")
+    """True if SGLang's command line says ``--device cpu``, or says nothing and the environment asks for it."""
+    device = option(argv, "--device") if is_sglang_command(argv) else None
     if device is not None:
         return device == "cpu"
     return environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
 
 
-def keep_conv_state_exact(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """With ``--dtype float32``, keep convolution states in float32 too unless the user chose otherwise.
+def set_defaults(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+    """Environment of a server on CPU, where the user did not choose otherwise.
 
-    SGLang keeps them in bfloat16 by default, whatever the dtype of the model; then the answer to a prompt depends on
-    where prefill ends, and a float32 model does not give what transformers gives.
+    With ``--dtype float32``, convolution states are kept in float32 too. SGLang keeps them in bfloat16 by default,
+    whatever the dtype of the model; then the answer to a prompt depends on where its prefill ended, and a float32 model
+    does not give what transformers gives.
+
+    Without ``--enable-torch-compile``, nothing is compiled. SGLang decorates a few helpers of some microseconds with
+    torch.compile; on CPU each costs seconds of a C++ compiler when the first request comes in.
     """
     if option(argv, "--dtype") in ("float32", "float"):
         environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    if "--enable-torch-compile" not in argv:
+        environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def wheel_folder() -> Optional[Path]:
@@ -73,7 +86,7 @@ def activate(
     if not wants_cpu(argv, environ):
         return False
     environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    keep_conv_state_exact(argv, environ)
+    set_defaults(argv, environ)
     folder = wheel_folder()
     if folder is not None and not is_cuda_wheel(folder):
         return False
@@ -86,3 +99,9 @@ def activate(
     if overlay not in inherited:
         environ["PYTHONPATH"] = os.pathsep.join([overlay, *inherited])
     return True
+
+
+def is_active() -> bool:
+    """True if the stand-in is what ``import sgl_kernel`` gave this process."""
+    module = sys.modules.get("sgl_kernel")
+    return module is not None and Path(module.__file__ or "").resolve().parent.parent == OVERLAY

@@ -5,14 +5,17 @@ Put the folder above this one in front of the wheel on the import path (SGLang p
 ``*_cpu`` operators come from ``treewy_sglang.sglang.cpu``.
 """
 
-from treewy_sglang.sglang.cpu import bootstrap as _bootstrap
 import os as _os
 import sys as _sys
 
 from treewy_sglang.sglang.cpu import adapters as _adapters
+from treewy_sglang.sglang.cpu import bootstrap as _bootstrap
 from treewy_sglang.sglang.cpu import operators as _operators  # noqa: F401  (registers torch.ops.sgl_kernel.*_cpu)
+from treewy_sglang.sglang.cpu.sampling import top_k_renorm as top_k_renorm_prob
+from treewy_sglang.sglang.cpu.sampling import top_p_renorm as top_p_renorm_prob
+from treewy_sglang.sglang.cpu.sampling import tree_sample as tree_speculative_sampling_target_only
 
-_bootstrap.keep_conv_state_exact(_sys.argv, _os.environ)
+_bootstrap.set_defaults(_sys.argv, _os.environ)
 _adapters.install()
 _wheel = _bootstrap.wheel_folder()
 if _wheel is not None:
