@@ -1,5 +1,6 @@
-"""Pool and backend through the seams' own entry points, on CPU, without a server: eager and CUDA-graph metadata,
-padding rows, tree and chain, track slots. Truth is the same backend fed the accepted path one token at a time."""
+"""Pool and backend through the seams' own entry points, without a server, on CPU and where there is one on a GPU: eager
+and CUDA-graph metadata, padding rows, tree and chain, track slots. Truth is the same backend fed the accepted path one
+token at a time."""
 
 from types import SimpleNamespace
 
@@ -35,8 +36,20 @@ def cache_params(dtype=torch.float32, layers=LAYERS):
     )
 
 
+def cuda_is_built():
+    from treewy_sglang import build_info
+
+    return torch.cuda.is_available() and build_info()["cuda"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not cuda_is_built(), reason="no CUDA"))])
+def device(request):
+    with torch.device(request.param):
+        yield request.param
+
+
 @pytest.fixture
-def make_pool(monkeypatch):
+def make_pool(monkeypatch, device):
     def make(nodes=7, rows=4, dtype=torch.float32, cls=pool_module.TreeWYMambaPool, **kwargs):
         monkeypatch.setattr(pool_module, "stash_rows", lambda n: n + 1)
         return cls(
@@ -44,7 +57,7 @@ def make_pool(monkeypatch):
             spec_state_size=rows,
             cache_params=cache_params(dtype),
             mamba_layer_ids=list(LAYERS),
-            device="cpu",
+            device=device,
             speculative_num_draft_tokens=nodes,
             **kwargs,
         )
@@ -111,7 +124,7 @@ def make_backend(mamba_pool, slots, topk):
     backend = TreeWYGDNAttnBackend.__new__(TreeWYGDNAttnBackend)
     vars(backend).update(
         pad_slot_id=-1,
-        device="cpu",
+        device=mamba_pool.device,
         topk=topk,
         req_to_token_pool=RequestPool(mamba_pool, slots),
         _fused_state_indices_ok=False,
@@ -159,7 +172,7 @@ def batch(rows, nodes, trees=None, real=None):
         req_pool_indices=torch.arange(rows),
         spec_info=spec_info,
         input_ids=torch.zeros(rows * nodes, dtype=torch.int64),
-        seq_lens_cpu=torch.full((rows,), 20),
+        seq_lens_cpu=torch.full((rows,), 20, device="cpu"),
         num_padding=rows - (rows if real is None else real),
         mamba_track_mask=None,
         mamba_track_indices=None,
@@ -167,9 +180,14 @@ def batch(rows, nodes, trees=None, real=None):
     )
 
 
+def drawing(seed):
+    """The same numbers on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
 def make_layers(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(3)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    draw = drawing(3)
     return [
         SimpleNamespace(
             layer_id=layer_id,
@@ -186,10 +204,8 @@ def make_layers(dtype=torch.float32):
 
 
 def draw_inputs(rows, nodes, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        tuple(torch.randn(rows * nodes, width, generator=generator) for width in (CHANNELS, HV, HV)) for _ in LAYERS
-    ]
+    draw = drawing(seed)
+    return [tuple(draw(rows * nodes, width) for width in (CHANNELS, HV, HV)) for _ in LAYERS]
 
 
 def run_layers(backend, layers, forward_batch, inputs):
@@ -202,9 +218,9 @@ def run_layers(backend, layers, forward_batch, inputs):
 
 
 def seed_states(pool, seed=11):
-    generator = torch.Generator().manual_seed(seed)
+    draw = drawing(seed)
     for tensor in (pool.mamba_cache.conv[0], pool.mamba_cache.temporal):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+        tensor.copy_(draw(*tensor.shape) * 0.3)
 
 
 def states(pool):
@@ -334,35 +350,62 @@ def test_track_slots_get_the_state_of_their_node(make_pool):
     untouched(pool, before, SLOT_OF + [8, 2])
 
 
-def test_graph_buffers_replayed_with_another_batch(make_pool):
-    """Capture with dummy links, then two replays of the same bucket, the second smaller: parents are read from
-    buffers, rows beyond the batch write nothing, and nothing is counted as an error."""
+@pytest.mark.parametrize("trees_drafted", [True, False])
+def test_graph_replayed_with_other_batches(make_pool, device, trees_drafted):
+    """Capture with dummy links, then two replays of the same bucket, the second smaller: parents are read from buffers,
+    rows beyond the batch write nothing, and nothing is counted as an error. On CPU the captured region runs again."""
     from treewy_sglang import check_errors
 
     nodes, bucket = 7, 3
+    drafts = TREES if trees_drafted else [[-1, 0, 1, 2, 3, 4, 5]] * 3
     pool, layers = make_pool(nodes), make_layers()
     seed_states(pool)
-    backend, hybrid = make_backend(pool, SLOT_OF, topk=4)
+    backend, hybrid = make_backend(pool, SLOT_OF, topk=4 if trees_drafted else 1)
     backend.init_cuda_graph_state(max_bs=4, max_num_tokens=4 * nodes)
+    inputs = draw_inputs(bucket, nodes)  # static, as the server's are
     captured = batch(bucket, nodes)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
-    backend.init_forward_metadata_in_graph(captured)
-    run_layers(backend, layers, captured, draw_inputs(bucket, nodes))
-    parents = backend.forward_metadata.retrieve_parent_token
 
-    for trees, seed in ((TREES, 21), (TREES[1:], 22)):
-        seed_states(pool, seed=11)
+    def region():
+        backend.init_forward_metadata_in_graph(captured)
+        return run_layers(backend, layers, captured, inputs)
+
+    outputs = region()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = region()
+    parents = backend.forward_metadata.retrieve_parent_token
+    assert (parents is not None) == trees_drafted
+
+    for trees, seed in ((drafts, 21), (drafts[1:], 22)):
+        seed_states(pool)
         before = states(pool)
         slots = SLOT_OF[: len(trees)]
-        view = batch(bucket, nodes, trees, real=len(trees))
+        view = batch(bucket, nodes, trees if trees_drafted else None, real=len(trees))
         backend.init_forward_metadata_out_graph(view)
         # What the plan stream's late copy does, after which only the captured region runs.
-        backend.update_verify_buffers_to_fill_after_draft(view.spec_info, None)
-        backend.init_forward_metadata_in_graph(view)
+        if trees_drafted:
+            for buffers in (backend.retrieve_next_token_list, backend.retrieve_next_sibling_list):
+                buffers[bucket - 1][: len(trees)].fill_(-1)
+            late = SimpleNamespace(**vars(view.spec_info))
+            monkey = pytest.MonkeyPatch()
+            monkey.setattr(
+                "sglang.srt.layers.attention.hybrid_linear_attn_backend.EagleVerifyInput", SimpleNamespace
+            )
+            backend.update_verify_buffers_to_fill_after_draft(late, bucket)
+            monkey.undo()
+        for layer, fresh in zip(inputs, draw_inputs(bucket, nodes, seed)):
+            for static, value in zip(layer, fresh):
+                static.copy_(value)
+        if device == "cuda":
+            graph.replay()
+        else:
+            outputs = region()
         assert backend.forward_metadata.retrieve_parent_token is parents, "captured by address"
-        assert parents[: len(trees)].tolist() == trees
-        inputs = draw_inputs(bucket, nodes, seed)
-        outputs = run_layers(backend, layers, view, inputs)
+        if trees_drafted:
+            assert parents[: len(trees)].tolist() == trees
+        assert all(out[:, len(trees) * nodes :].abs().sum() == 0 for out in outputs)
         accepted = ACCEPTED[: len(trees)]
         hybrid.update_mamba_state_after_mtp_verify(torch.tensor(accepted), None, None, None)
         check_against_one_by_one(make_pool, pool, slots, trees, accepted, inputs, layers, outputs, nodes)

@@ -17,6 +17,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(status, "_started", {})
     monkeypatch.setattr(status, "_errors", {})
     monkeypatch.setattr(status, "_last_check", 0.0)
+    monkeypatch.setattr(status, "_gauges", None)
 
 
 def provoke():
@@ -44,6 +45,7 @@ def test_idle_check_is_not_made_at_every_turn(monkeypatch):
     for _ in range(10):
         status.on_idle()
     assert len(calls) == 1
+    assert status._counts["idle_checks"] >= 10
 
 
 def test_report_is_made_of_plain_values():
@@ -56,3 +58,17 @@ def test_report_is_made_of_plain_values():
     status.count_commit(2, 8)
     report = json.loads(json.dumps(status.report()))
     assert report["verify_calls"] >= 1 and report["commit_calls"] >= 1 and report["nodes_verified"] >= 8
+
+
+def test_prometheus_gauges(monkeypatch):
+    prometheus = pytest.importorskip("prometheus_client")
+    status.started(stash_bytes=4096)
+    status.start_metrics({"model_name": "m", "tp_rank": "0"})
+    provoke()
+    status.count_commit(1, 16)
+    status.collect_errors()
+    text = prometheus.generate_latest().decode()
+    labels = '{model_name="m",tp_rank="0"}'
+    assert f"sglang:treewy_stash_bytes{labels} 4096.0" in text
+    assert f"sglang:treewy_operator_errors{labels} 1.0" in text
+    assert f"sglang:treewy_nodes_verified{labels} {float(status._counts['nodes_verified'])}" in text

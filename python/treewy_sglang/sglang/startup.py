@@ -188,3 +188,10 @@ def prove(model_runner: Any) -> None:
         state_slots=pool.size,
         max_running_requests=running,
     )
+    # As SGLang's scheduler metrics: one rank of an attention group speaks for it.
+    ps = model_runner.ps
+    if args.enable_metrics and (ps.attn_tp_rank == 0 or args.enable_metrics_for_all_schedulers):
+        labels = {"model_name": args.served_model_name, "tp_rank": ps.tp_rank}
+        if ps.attn_dp_size > 1:
+            labels["dp_rank"] = ps.attn_dp_rank
+        status.start_metrics({name: str(value) for name, value in labels.items()})

@@ -28,9 +28,16 @@ def option(argv: Sequence[str], name: str) -> Optional[str]:
     return value
 
 
+def is_sglang_command(argv: Sequence[str]) -> bool:
+    """True for ``sglang ...``, ``python -m sglang.module ...`` and processes these start; the options of other programs
+    that import SGLang are none of our business. (While Python looks a module up for -m, argv[0] is ``-m``.)"""
+    program = Path(argv[0]) if argv else Path()
+    return program.name in ("-m", "sglang") or program.parent.name == "sglang"
+
+
 def wants_cpu(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """True if the command line says ``--device cpu``, or says nothing and the environment asks for it."""
-    device = option(argv, "--device")
+    """True if SGLang's command line says ``--device cpu``, or says nothing and the environment asks for it."""
+    device = option(argv, "--device") if is_sglang_command(argv) else None
     if device is not None:
         return device == "cpu"
     return environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
