@@ -92,7 +92,7 @@ def ask(server: Server, prompts: list[str], new_tokens: int) -> Result:
             raise ServerFailed("the server does not report that TreeWY runs; /server_info has no entry 'treewy'")
         result.snapshot_bytes = facts["snapshot_bytes_per_request"]
         result.stash_bytes = facts["stash_bytes_per_request"]
-        result.errors = facts["operator_errors"]
+        result.errors = facts["errors"]
     return result
 
 

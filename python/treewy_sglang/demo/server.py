@@ -108,6 +108,9 @@ class Server:
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
         if self.dtype == "float32":
             env["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # SGLang's default is bfloat16, whatever the model's dtype
+        if self.device == "cpu":
+            # Server, client and detokenizer share the cores; threads that spin while they wait cost a factor of ten.
+            env.setdefault("OMP_WAIT_POLICY", "passive")
         if self.quick_start:
             env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(other_models(self.python)))
         env.update(self.environment)
