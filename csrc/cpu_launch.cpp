@@ -233,6 +233,8 @@ void commit_conv(const CommitParams& p, int32_t l, int32_t n, const Row& row, in
 
 }  // namespace
 
+const char* cpu_isa() { return kernels().name; }
+
 int launch_verify_cpu(const VerifyParams& p) {
   Trees trees(p.N, p.T);
   const std::vector<Row> rows = check_rows(p, trees);

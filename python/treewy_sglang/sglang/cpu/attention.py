@@ -1,17 +1,11 @@
 """Full attention on CPU for a server that speculates: SGLang's torch_native backend plus what draft trees need.
 
 ``torch_native`` knows whole prompts and one new token per request. Verification of a tree, drafting of several branches
-and catching up on accepted drafts all have one shape: N requests with T queries each, where a query sees the whole text
-of its request and some of a few extra tokens. :class:`Plan` describes that; :func:`attend` computes it for all requests
-at once. Softmax does not care about the order of keys, so the extra tokens simply follow the padded text.
-
-Letters: N requests, T queries of one request, P longest text, E extra tokens of one request, HQ query heads, HK key
-heads (HQ a multiple of HK), D head width.
+and catching up on accepted drafts go through :mod:`.paged`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import List, Optional
 
 import torch
@@ -19,81 +13,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-
-@dataclass
-class Plan:
-    """Which slots of the KV pool each query sees.
-
-    slots int64 ``[N, P + E]``: slots of the text (padded with slot 0), then of the extra tokens.
-    visible bool ``[N, 1, T, P + E]``, or None if every query sees everything.
-    """
-
-    slots: torch.Tensor
-    visible: Optional[torch.Tensor]
-
-
-def make_plan(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    lengths: torch.Tensor,
-    extra_slots: Optional[torch.Tensor] = None,
-    extra_visible: Optional[torch.Tensor] = None,
-) -> Plan:
-    """Plan for texts of ``lengths`` ``[N]`` tokens that lie in their rows of req_to_token ``[requests, width]``.
-
-    extra_slots ``[N, E]``, extra_visible bool ``[N or 1, T, E]``; both or neither.
-    """
-    lengths = lengths.long()
-    longest = int(lengths.max()) if lengths.numel() else 0
-    column = torch.arange(longest)
-    text = column < lengths.unsqueeze(1)
-    slots = torch.where(text, req_to_token[req_pool_indices.long(), :longest].long(), 0)
-    if extra_slots is None:
-        return Plan(slots, None if bool(text.all()) else text[:, None, None, :])
-    rows, extra = extra_slots.shape
-    queries = extra_visible.shape[1]
-    visible = torch.cat(
-        [text.unsqueeze(1).expand(rows, queries, longest), extra_visible.expand(rows, queries, extra)], dim=-1
-    )
-    return Plan(torch.cat([slots, extra_slots.long()], dim=1), visible.unsqueeze(1))
-
-
-def attend(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan, scaling: float
-) -> torch.Tensor:
-    """Attention of N requests with equally many queries.
-
-    q ``[N*T, HQ, D]``, k_cache ``[slots, HK, D]``, v_cache ``[slots, HK, DV]``. Returns ``[N*T, HQ, DV]`` in the dtype
-    of q; the sums are float32.
-    """
-    rows, keys = plan.slots.shape
-    key_heads = k_cache.shape[1]
-    queries = q.shape[0] // rows
-    group = q.shape[1] // key_heads
-    flat = plan.slots.flatten()
-    key = k_cache.index_select(0, flat).view(rows, keys, key_heads, -1).permute(0, 2, 3, 1).float()
-    value = v_cache.index_select(0, flat).view(rows, keys, key_heads, -1).transpose(1, 2).float()
-    # the queries of all heads that share a key head become rows of one product
-    query = q.view(rows, queries, key_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(rows, key_heads, group * queries, -1)
-    score = (query.float() * scaling) @ key
-    if plan.visible is not None:
-        score = score.view(rows, key_heads, group, queries, keys)
-        score = score.masked_fill(~plan.visible.unsqueeze(1), float("-inf")).view(rows, key_heads, -1, keys)
-    out = score.softmax(-1) @ value
-    out = out.view(rows, key_heads, group, queries, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(q.shape[0], q.shape[1], -1).to(q.dtype)
-
-
-def _tree_visible(spec_info, rows: int, nodes: int) -> torch.Tensor:
-    """Which nodes of its draft each node sees, bool ``[N or 1, T, T]``."""
-    mask = spec_info.custom_mask
-    if spec_info.tree_topk == 1 or mask is None or mask.numel() == 0:
-        return torch.ones(1, nodes, nodes, dtype=torch.bool).tril()
-    if mask.numel() != rows * nodes * nodes:
-        raise ValueError(
-            f"the tree mask has {mask.numel()} elements; {rows} requests with {nodes} nodes need {rows * nodes * nodes}"
-        )
-    return mask.view(rows, nodes, nodes).bool()
+from .paged import Plan, attend, branch_visible, make_plan, tree_visible
 
 
 class TreeAttnBackend(TorchNativeAttnBackend):
@@ -122,22 +42,18 @@ class TreeAttnBackend(TorchNativeAttnBackend):
             self.plan = make_plan(table, requests, forward_batch.seq_lens)
         elif mode.is_target_verify():
             nodes = forward_batch.spec_info.draft_token_num
-            visible = _tree_visible(forward_batch.spec_info, rows, nodes)
+            chain = forward_batch.spec_info.tree_topk == 1
+            visible = tree_visible(None if chain else forward_batch.spec_info.custom_mask, rows, nodes)
             # seq_lens does not count the draft here
             self.plan = make_plan(
                 table, requests, forward_batch.seq_lens, forward_batch.out_cache_loc.view(rows, nodes), visible
             )
         elif mode.is_draft_extend_v2():
             nodes = forward_batch.out_cache_loc.shape[0] // rows
-            visible = torch.ones(1, nodes, nodes, dtype=torch.bool).tril()
             # here it does
-            self.plan = make_plan(
-                table,
-                requests,
-                forward_batch.seq_lens - nodes,
-                forward_batch.out_cache_loc.view(rows, nodes),
-                visible,
-            )
+            text = forward_batch.seq_lens - nodes
+            visible = tree_visible(None, rows, nodes)
+            self.plan = make_plan(table, requests, text, forward_batch.out_cache_loc.view(rows, nodes), visible)
 
     def _planned(self, q, k, v, layer, forward_batch, save_kv_cache) -> torch.Tensor:
         if layer.is_cross_attention or layer.logit_cap or (layer.sliding_window_size or -1) > -1:
@@ -189,7 +105,6 @@ class TreeMultiStepDraftBackend:
         rows = forward_batch.batch_size
         table = self.attn_backends[0].req_to_token_pool.req_to_token
         drafts = forward_batch.out_cache_loc.view(rows, self.topk, self.speculative_num_steps)
-        own = torch.eye(self.topk, dtype=torch.bool)
         for step, backend in enumerate(self.attn_backends):
             count = step + 1
             backend.plan = make_plan(
@@ -197,7 +112,7 @@ class TreeMultiStepDraftBackend:
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
                 drafts[:, :, :count].reshape(rows, -1),
-                own.repeat_interleave(count, dim=1).unsqueeze(0),
+                branch_visible(self.topk, count),
             )
 
 

@@ -92,3 +92,9 @@ def activate(
     if overlay not in inherited:
         environ["PYTHONPATH"] = os.pathsep.join([overlay, *inherited])
     return True
+
+
+def is_active() -> bool:
+    """True if the stand-in is what ``import sgl_kernel`` gave this process."""
+    module = sys.modules.get("sgl_kernel")
+    return module is not None and Path(module.__file__ or "").resolve().parent.parent == OVERLAY

@@ -11,6 +11,9 @@ import sys as _sys
 from treewy_sglang.sglang.cpu import adapters as _adapters
 from treewy_sglang.sglang.cpu import bootstrap as _bootstrap
 from treewy_sglang.sglang.cpu import operators as _operators  # noqa: F401  (registers torch.ops.sgl_kernel.*_cpu)
+from treewy_sglang.sglang.cpu.sampling import top_k_renorm as top_k_renorm_prob
+from treewy_sglang.sglang.cpu.sampling import top_p_renorm as top_p_renorm_prob
+from treewy_sglang.sglang.cpu.sampling import tree_sample as tree_speculative_sampling_target_only
 
 _bootstrap.set_defaults(_sys.argv, _os.environ)
 _adapters.install()
