@@ -143,7 +143,7 @@ def start(args: argparse.Namespace, model: Path, device: str, mode: Mode, **more
     work = Path(args.work)
     log = work / "logs" / f"{mode.name.replace(',', '').replace(' ', '-')}.log"
     return Server(
-        model, mode, log, device=device, dtype=args.dtype,
+        model, mode, log, device=device, dtype=args.dtype, quick_start=not args.model,
         on_wait=lambda text: say(f"  starting, {text}"), arguments=args.server_arguments, **more,
     )  # fmt: skip
 
