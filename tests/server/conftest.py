@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from server_harness import Answer, ask_all, check_log, wait_idle
+from server_harness import Answer, answer, ask_all, check_log, wait_idle
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,28 +96,57 @@ def unpatched(tmp_path_factory) -> dict[str, str]:
     return {**path_environment(Path(bootstrap.OVERLAY), where, ROOT / "python"), "SGLANG_USE_CPU_ENGINE": "1"}
 
 
+# What an unpatched SGLang needs to be told on CPU; given to both sides of a comparison.
+AS_UNPATCHED = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+IN_SEQUENCE = 8  # prompts that are asked one request at a time
+
+
 @pytest.fixture(scope="session")
 def start(checkpoint, load):
     """start(mode, environment, name, ...) -> Server, not yet started."""
     from treewy_sglang.demo.server import Server
 
-    def make(mode, environment, name, **more):
+    def make(mode, environment, name, arguments=()):
         log = ROOT / ".demo" / "logs" / f"test-{name}.log"
         return Server(checkpoint, mode, log, running=load.at_a_time, tokens=2 * load.at_a_time * 1400,
-                      environment=environment, **more)  # fmt: skip
+                      environment=environment, arguments=arguments)  # fmt: skip
 
     return make
 
 
+def in_sequence(server, prompts) -> list[Answer]:
+    """Tokens and logarithmic probabilities of the first prompts, one request at a time, on a fresh server."""
+    return [answer(server.generate(p, 64, return_logprob=True)) for p in prompts[:IN_SEQUENCE]]
+
+
 @pytest.fixture(scope="session")
-def reference(start, patched, prompts, load) -> list[Answer]:
-    """What the patched server answers without drafts and without the flag, one prompt at a time on an empty cache."""
+def plain(start, patched, prompts, load) -> tuple[list[Answer], list[Answer]]:
+    """The patched server without drafts and without the flag: in sequence, then everything side by side."""
     from treewy_sglang.demo.server import PLAIN
 
-    with start(PLAIN, patched, "reference") as server:
+    with start(PLAIN, patched, "plain-patched", AS_UNPATCHED) as server:
+        one_by_one = in_sequence(server, prompts)
+        server.request("/flush_cache", {})
         answers = ask_all(server, prompts, load, return_logprob=True, top_logprobs_num=2)
         wait_idle(server)
         check_log(server)
     for a in answers:
         assert len(a.tokens) == load.new_tokens
+    return one_by_one, answers
+
+
+@pytest.fixture(scope="session")
+def reference(plain) -> list[Answer]:
+    """What every server with drafts has to answer."""
+    return plain[1]
+
+
+@pytest.fixture(scope="session")
+def unpatched_answers(start, unpatched, prompts) -> list[Answer]:
+    from treewy_sglang.demo.server import PLAIN
+
+    with start(PLAIN, unpatched, "plain-unpatched", AS_UNPATCHED) as server:
+        answers = in_sequence(server, prompts)
+        wait_idle(server)
+        check_log(server)
     return answers

@@ -92,7 +92,7 @@ def ask(server: Server, prompts: list[str], new_tokens: int) -> Result:
             raise ServerFailed("the server does not report that TreeWY runs; /server_info has no entry 'treewy'")
         result.snapshot_bytes = facts["snapshot_bytes_per_request"]
         result.stash_bytes = facts["stash_bytes_per_request"]
-        result.errors = facts["operator_errors"]
+        result.errors = facts["errors"]
     return result
 
 
@@ -143,7 +143,7 @@ def start(args: argparse.Namespace, model: Path, device: str, mode: Mode, **more
     work = Path(args.work)
     log = work / "logs" / f"{mode.name.replace(',', '').replace(' ', '-')}.log"
     return Server(
-        model, mode, log, device=device, dtype=args.dtype,
+        model, mode, log, device=device, dtype=args.dtype, quick_start=not args.model,
         on_wait=lambda text: say(f"  starting, {text}"), arguments=args.server_arguments, **more,
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ class Server:
     python: str = sys.executable
     host: str = "127.0.0.1"
     port: int = 0
-    quick_start: bool = True
+    quick_start: bool = True  # for the small checkpoint
     timeout: float = 600.0
     on_wait: Callable[[str], None] = lambda text: None
     process: subprocess.Popen | None = field(default=None, init=False)
@@ -97,7 +97,7 @@ class Server:
             self.python, "-m", "sglang.launch_server", "--model-path", str(self.model), "--host", self.host,
             "--port", str(self.port), "--device", self.device, "--dtype", self.dtype, "--random-seed", "0",
             "--max-running-requests", str(self.running), "--max-total-tokens", str(self.tokens),
-            "--max-mamba-cache-size", str(8 * self.running),
+            "--max-mamba-cache-size", str(8 * self.running), "--sleep-on-idle",
             *self.mode.arguments, *(["--enable-treewy"] if treewy else []), *self.arguments,
         ]  # fmt: skip
 
@@ -108,6 +108,11 @@ class Server:
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
         if self.dtype == "float32":
             env["SGLANG_MAMBA_CONV_DTYPE"] = "float32"  # SGLang's default is bfloat16, whatever the model's dtype
+        if self.device == "cpu":
+            # Server, client and detokenizer share the cores; threads that spin while they wait cost a factor of ten.
+            env.setdefault("OMP_WAIT_POLICY", "passive")
+            if self.quick_start:
+                env.setdefault("OMP_NUM_THREADS", "1")  # the small model's matrices are not worth a second one
         if self.quick_start:
             env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(other_models(self.python)))
         env.update(self.environment)
