@@ -38,7 +38,7 @@ struct StashLayer {
   float* u = nullptr;         // [R, HV, Tc, V] solution of the triangular solve, float32
   void* k = nullptr;          // [R, H, Tc, K] key before normalisation, activation dtype
   float* k_rnorm = nullptr;   // [R, H, Tc] 1 / sqrt(sum k^2 + 1e-6)
-  float* g = nullptr;         // [R, HV, Tc] G: sum of log decays from the root to the node, inclusive (<= 0)
+  float* g = nullptr;         // [R, HV, Tc] the node's own log decay g_t (<= 0); commit sums it along the path
   void* conv = nullptr;       // [R, Tc, D] raw convolution input of the node, activation dtype; null without conv
   int64_t u_stride_row = 0, u_stride_head = 0;              // node stride is V
   int64_t k_stride_row = 0, k_stride_head = 0;              // node stride is K
