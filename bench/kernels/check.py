@@ -18,7 +18,7 @@ def run(device: str, quick: bool = False, seed: int = 5) -> list[str]:
         if not condition:
             wrong.append(text)
 
-    for i, s in enumerate(A.samples(36 if quick else 120, seed)):
+    for i, s in enumerate(A.samples(12 if device == "cpu" else 36 if quick else 120, seed)):
         d = A.tensors(s, device)
         rows, accepted, slots = torch.arange(s.N, device=device), d["accepted"].long(), d["indices"].long()
         untouched = torch.ones(d["state"].shape[0], dtype=torch.bool, device=device)
@@ -40,19 +40,21 @@ def run(device: str, quick: bool = False, seed: int = 5) -> list[str]:
             want, states = A.recurrence(s, d, torch.float64, mixed)
             seq, seq_states = A.recurrence(s, d, torch.float32, mixed)
             got, yard = truth.output_errors(out, want).max().item(), truth.output_errors(seq, want).max().item()
+            # A gate, not the accuracy campaign: loose enough for any correct float32 kernel, far below any real fault.
             # A convolution output beside a rounding boundary may round the other way in float32.
-            allowed = 3 * max(yard, A.SLACK) + (2e-3 if fused and s.act != "float32" else 1e-5 if fused else 0.0)
+            slack = 2e-3 if fused and s.act != "float32" else 1e-5
+            allowed = max(4 * yard, slack)
             expect(got <= allowed, f"{name}: out {got:.3g}, allowed {allowed:.3g}")
             stored = seq_states[rows, accepted].to(C.DTYPES[s.state])
             got = truth.state_errors(pool[slots], states[rows, accepted]).max().item()
             yard = truth.state_errors(stored, states[rows, accepted]).max().item()
-            allowed = 3 * max(yard, A.SLACK) + (2e-3 if fused and s.act != "float32" else 1e-5 if fused else 0.0)
+            allowed = max(4 * yard, slack)
             expect(got <= allowed, f"{name}: committed state {got:.3g}, allowed {allowed:.3g}")
             expect(torch.equal(pool[untouched], d["state"][untouched]), f"{name}: a slot outside the batch changed")
             if fused:
                 expect(torch.equal(conv_pool[0][slots], windows[rows, accepted]), f"{name}: conv state")
                 expect(torch.equal(conv_pool[0][untouched], d["conv_state"][0][untouched]), f"{name}: conv slot changed")
-    wrong += [f"repeat not bit-equal: {w}" for w in A.repeats(device, times=3 if quick else 10, count=6 if quick else 24)]
+    wrong += [f"repeat not bit-equal: {w}" for w in A.repeats(device, times=3 if quick else 10, count=2 if device == "cpu" else 6 if quick else 24)]
     counts = _counters(device)
     expect(not any(counts.values()), f"error counters are not zero: {counts}")
     return wrong

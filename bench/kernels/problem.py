@@ -42,7 +42,7 @@ class Pool:
     """State and convolution state of one shape, shared by its cases."""
 
     def __init__(self, shape: C.Shape, state_dtype: str, device: str, slots: int = SLOTS):
-        self.shape, self.device, self.slots = shape, device, slots
+        self.shape, self.device, self.slots, self.state_dtype = shape, device, slots, state_dtype
         per_layer = slots * C.state_bytes(shape, state_dtype)
         self.layers = max(1, min(shape.layers, POOL_BYTES // per_layer))
         size = (self.layers, slots, shape.HV, shape.V, shape.K)
