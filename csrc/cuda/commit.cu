@@ -7,6 +7,7 @@ namespace treewy {
 namespace cuda {
 namespace {
 
+
 constexpr int kThreads = 256;
 constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
 constexpr int kConvChannels = 1024;   // channels of one convolution block
@@ -318,7 +319,7 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
 }
 
 template <class State, int K>
-__global__ void __launch_bounds__(kThreads, 2) commit_kernel(const __grid_constant__ CommitLaunch c) {
+__global__ void __launch_bounds__(kThreads, 3) commit_kernel(const __grid_constant__ CommitLaunch c) {
   if (blockIdx.x < c.conv_total) {
     commit_conv(c, blockIdx.x);
   } else {
