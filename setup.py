@@ -216,7 +216,7 @@ class NinjaBuild(build_ext):
         except ImportError:
             ninja_exe = shutil.which("ninja") or sys.exit("treewy: the build needs ninja; install it (pip install ninja)")
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-        if subprocess.run([ninja_exe, "-f", str(ninja_file), "-j", jobs]).returncode:
+        if subprocess.run([ninja_exe, "-C", str(work), "-j", jobs]).returncode:
             sys.exit("treewy: the build failed; the compiler's message is above")
         if cuda.on:
             log = Path(self.build_temp).resolve().parent / "ptxas.log"

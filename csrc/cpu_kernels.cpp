@@ -117,7 +117,7 @@ void verify(const VerifyParams& p, const Row& row, const VerifyTask& task, void*
         const float e = static_cast<float>(exp(G[t] - G[row.anc[begin + i]]));
         ckk[begin + i] = e * kk[begin + i], ckq[begin + i] = e * kq[begin + i];
       }
-      if (task.v0 == 0) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = static_cast<float>(G[t]);
+      if (task.v0 == 0) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = static_cast<float>(g);
     }
     for (int32_t v = task.v0; v < task.v1; ++v) {
       const int64_t srow = row.slot * p.state_stride_slot + hv * p.state_stride_head + static_cast<int64_t>(v) * K;
@@ -153,11 +153,13 @@ void commit_node(const CommitParams& p, const Row& row, const CommitTask& task, 
   const int64_t k = task.l * p.k_stride_layer + task.n * p.stash.k_stride_row + h * p.stash.k_stride_head;
   float* coef = work;
   float* line = coef + p.T;
-  for (int32_t i = 0; i <= depth; ++i) {
+  float sum = 0.f;
+  for (int32_t i = depth; i >= 0; --i) {
     const int32_t j = i < depth ? row.anc[begin + i] : a;
-    coef[i] = expf(g[a] - g[j]) * rnorm[j];
+    coef[i] = expf(sum) * rnorm[j];
+    sum += g[j];
   }
-  const float eG = expf(g[a]);
+  const float eG = expf(sum);
   for (int32_t v = task.v0; v < task.v1; ++v) {
     const int64_t head = task.l * p.state_stride_layer + task.hv * p.state_stride_head + static_cast<int64_t>(v) * p.K;
     for (int32_t i = 0; i < p.K; ++i) line[i] = eG * load_scalar(p.state, p.state_dtype, head + row.slot * p.state_stride_slot + i);

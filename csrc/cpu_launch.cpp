@@ -86,17 +86,17 @@ class Trees {
   std::vector<uint8_t> anc_;
 };
 
-// The order in which kinds of fault are looked for is the order of ErrorKind; a row counts under the first that holds.
+// Faults are looked for in the order that params.h names at ErrorKind; a row counts under the first that holds.
 std::vector<Row> check_rows(const VerifyParams& p, Trees& trees) {
   std::vector<Row> rows(p.N);
   for (int32_t n = 0; n < p.N; ++n) {
     Row& row = rows[n];
     const int64_t slot = load_index(p.state_indices, n);
     if (slot == -1) continue;
-    if (!trees.fill(n, p.parents ? p.parents + n * p.parents_stride_row : nullptr, row)) {
-      ++p.errors[kErrorParent];
-    } else if (slot < 0 || slot >= p.slots) {
+    if (slot < 0 || slot >= p.slots) {
       ++p.errors[kErrorStateIndex];
+    } else if (!trees.fill(n, p.parents ? p.parents + n * p.parents_stride_row : nullptr, row)) {
+      ++p.errors[kErrorParent];
     } else {
       row.live = true, row.slot = slot;
     }
@@ -104,25 +104,36 @@ std::vector<Row> check_rows(const VerifyParams& p, Trees& trees) {
   return rows;
 }
 
+bool on_path(const Row& row, int32_t node, int32_t candidate) {
+  return candidate == node || std::find(row.anc + row.anc_begin[node], row.anc + row.anc_begin[node + 1],
+                                        static_cast<uint8_t>(candidate)) != row.anc + row.anc_begin[node + 1];
+}
+
 std::vector<Row> check_rows(const CommitParams& p, Trees& trees) {
   std::vector<Row> rows(p.N);
   for (int32_t n = 0; n < p.N; ++n) {
     Row& row = rows[n];
     const int64_t slot = load_index(p.state_indices, n), accepted = load_index(p.accepted, n);
-    if (slot == -1 || accepted == -1) continue;
+    if (slot == -1) continue;
     const int64_t track_slot = p.track_indices.data ? load_index(p.track_indices, n) : -1;
     const int64_t track_node = p.track_nodes.data ? load_index(p.track_nodes, n) : -1;
-    if (!trees.fill(n, p.parents ? p.parents + n * p.parents_stride_row : nullptr, row)) {
-      ++p.errors[kErrorParent];
-    } else if (slot < 0 || slot >= p.slots) {
+    // A track into the row's own slot would be overwritten at once by the accepted state: there is nothing to do for it.
+    const bool track = track_slot >= 0 && track_node >= 0 && track_slot != slot;
+    if (slot < 0 || slot >= p.slots) {
       ++p.errors[kErrorStateIndex];
+    } else if (accepted == -1) {
+      continue;
     } else if (accepted < 0 || accepted >= p.T) {
       ++p.errors[kErrorAcceptedNode];
     } else if (track_slot < -1 || track_slot >= p.slots || track_node < -1 || track_node >= p.T) {
       ++p.errors[kErrorTrack];
+    } else if (!trees.fill(n, p.parents ? p.parents + n * p.parents_stride_row : nullptr, row)) {
+      ++p.errors[kErrorParent];
+    } else if (track && !on_path(row, static_cast<int32_t>(accepted), static_cast<int32_t>(track_node))) {
+      ++p.errors[kErrorTrack];
     } else {
       row.live = true, row.slot = slot, row.accepted = static_cast<int32_t>(accepted);
-      if (track_slot >= 0 && track_node >= 0) row.track_slot = track_slot, row.track_node = static_cast<int32_t>(track_node);
+      if (track) row.track_slot = track_slot, row.track_node = static_cast<int32_t>(track_node);
     }
   }
   return rows;
@@ -276,23 +287,22 @@ int launch_links_cpu(const LinksParams& p) {
     bool reached[kMaxNodes] = {};
     std::fill(parents, parents + p.T, -1);
     bool good = true;
-    const auto link = [&](int64_t to, int32_t from, int32_t parent) {
-      if (to == -1) return;
-      if (to <= from || to >= p.T || reached[to]) {
-        good = false;
-        return;
-      }
-      reached[to] = true;
-      parents[to] = parent;
-    };
-    // Links point forward, so a node's own parent is final when its links are followed.
     for (int32_t t = 0; t < p.T && good; ++t) {
-      link(load(p.next_token, p.next_token_stride_row, n, t), t, t);
-      if (good) link(load(p.next_sibling, p.next_sibling_stride_row, n, t), t, parents[t]);
+      const int64_t child = load(p.next_token, p.next_token_stride_row, n, t);
+      const int64_t sibling = load(p.next_sibling, p.next_sibling_stride_row, n, t);
+      good = child >= -1 && child < p.T && sibling >= -1 && sibling < p.T;
     }
+    // A node is reached once at most, so a cycle among siblings ends the walk.
+    for (int32_t t = 0; t < p.T && good; ++t)
+      for (int64_t c = load(p.next_token, p.next_token_stride_row, n, t); c != -1 && good;
+           c = load(p.next_sibling, p.next_sibling_stride_row, n, static_cast<int32_t>(c))) {
+        good = c > t && !reached[c];
+        reached[c] = true;
+        parents[c] = t;
+      }
     if (!good) {
       ++p.errors[kErrorLink];
-      continue;
+      std::fill(parents, parents + p.T, -1);
     }
     std::copy(parents, parents + p.T, p.parents + n * p.parents_stride_row);
     if (!p.ancestors) continue;

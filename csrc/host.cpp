@@ -65,19 +65,25 @@ std::vector<int64_t> parents_from_links(const std::vector<int64_t>& next_token, 
   if (next_sibling.size() != next_token.size())
     refuse("argument 'next_sibling': " + std::to_string(next_sibling.size()) + " entries; allowed: " + std::to_string(T) +
            ", as many as 'next_token'");
-  std::vector<int64_t> parents(T, -1), from(T, -1);
-  const auto link = [&](const char* name, int64_t t, int64_t to, int64_t parent) {
-    if (to == -1) return;
-    const std::string where = std::string("argument '") + name + "': " + name + "[" + std::to_string(t) + "] is " + std::to_string(to);
-    if (to <= t || to >= T)
-      refuse(where + "; allowed: -1 (none) or " + std::to_string(t + 1) + " to " + std::to_string(T - 1) + " (links point forward)");
-    if (from[to] >= 0) refuse(where + ", a node that node " + std::to_string(from[to]) + " already links to; allowed: one link to a node");
-    from[to] = t;
-    parents[to] = parent;
+  const auto found = [](const char* name, int64_t t, int64_t to) {
+    return std::string("argument '") + name + "': " + name + "[" + std::to_string(t) + "] is " + std::to_string(to);
   };
+  for (int64_t t = 0; t < T; ++t)
+    for (const char* name : {"next_token", "next_sibling"}) {
+      const int64_t to = (name[5] == 't' ? next_token : next_sibling)[t];
+      if (to < -1 || to >= T) refuse(found(name, t, to) + "; allowed: -1 (none) to " + std::to_string(T - 1));
+    }
+  std::vector<int64_t> parents(T, -1);
   for (int64_t t = 0; t < T; ++t) {
-    link("next_token", t, next_token[t], t);
-    link("next_sibling", t, next_sibling[t], parents[t]);
+    const char* name = "next_token";
+    int64_t from = t;
+    for (int64_t c = next_token[t]; c != -1; from = c, c = next_sibling[c], name = "next_sibling") {
+      if (c <= t) refuse(found(name, from, c) + ", a child of node " + std::to_string(t) + "; allowed: more than its parent");
+      if (parents[c] >= 0)
+        refuse(found(name, from, c) + ", a node that is a child of node " + std::to_string(parents[c]) +
+               " already; allowed: one link to a node");
+      parents[c] = t;
+    }
   }
   return parents;
 }

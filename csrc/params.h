@@ -17,13 +17,14 @@ constexpr int kMaxConvWidth = 4;   // W: what Qwen3-Next and Qwen3.5 use; a node
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // Kinds of bad values found inside tensors; index into the int64 error counter (kErrorKinds entries). A row that hits
-// one is skipped and counted once per call, however many heads or layers it has.
+// one is skipped and counted once per call, however many heads or layers it has, under the first kind found in the order
+// state index, accepted node, track, parent (any entry of the row), track node off the accepted path.
 enum ErrorKind : int32_t {
   kErrorParent = 0,       // parents[n,t] is not in [-1, t-1], or parents[n,0] != -1
   kErrorStateIndex = 1,   // state index >= slots, or < -1
   kErrorAcceptedNode = 2, // accepted node >= T, or < -1
   kErrorTrack = 3,        // track node or track slot out of range
-  kErrorLink = 4,         // first-child / next-sibling link out of range, backward, or reaching a node twice
+  kErrorLink = 4,         // first-child / next-sibling link out of range, not after the parent, or reaching a node twice
   kErrorKinds = 8,
 };
 
@@ -115,7 +116,7 @@ struct LinksParams {
   const void *next_token = nullptr, *next_sibling = nullptr;  // [N, T] first child / next sibling; -1: none
   bool is_int64 = false;
   int64_t next_token_stride_row = 0, next_sibling_stride_row = 0;
-  int32_t* parents = nullptr;             // [N, T]; nodes that no link reaches get -1
+  int32_t* parents = nullptr;             // [N, T]; nodes that no link reaches, and bad rows, get -1
   int64_t parents_stride_row = 0;
   int32_t* ancestors = nullptr;           // [N, T, ceil(T/32)] bit j of word j/32: node j is t or an ancestor of t; or null
   int64_t* errors = nullptr;

@@ -1,13 +1,13 @@
 """Counters of bad values inside tensors, which operators skip instead of raising (a check would have to wait for the GPU).
 
-One int64[8] tensor per device, added to by every operator call on it. Kinds (csrc/params.h, ErrorKind), in the order in
-which they are looked for; a row counts once per call, under the first that holds:
+One int64[8] tensor per device, added to by every operator call on it. Kinds (csrc/params.h, ErrorKind); a row counts once
+per call, under the first that holds in the order state_index, accepted_node, track, parent:
 
-    parent         parents[n, t] is not in [-1, t-1]
+    parent         any parents[n, t] is not in [-1, t-1]
     state_index    state index >= slots or < -1
     accepted_node  accepted node >= T or < -1
-    track          track slot or track node out of range
-    link           first-child / next-sibling link out of range, backward, or reaching a node twice
+    track          track slot or track node out of range, or the track node is not on the accepted path
+    link           first-child / next-sibling link out of range, not after the parent, or reaching a node twice
 """
 
 import torch

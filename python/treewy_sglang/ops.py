@@ -78,7 +78,7 @@ def commit(
     state          float [L, slots, HV, V, K]     written
     conv_state     float [L, slots, D, W-1]       written; None if the stash has no conv tensor
     track_indices  int   [N] or None              second slot, which receives the state after `track_nodes`; -1: none
-    track_nodes    int   [N] or None              -1: none
+    track_nodes    int   [N] or None              the accepted node or an ancestor of it; -1: none
 
     The state of the track node is computed from the state before the call.
     """
@@ -91,10 +91,10 @@ def commit(
 def parents_from_links(next_token, next_sibling, parents, ancestors=None):
     """Parents and ancestor sets of N trees given by first-child / next-sibling links, as SGLang builds them.
 
-    next_token, next_sibling  int32 or int64 [N, T]  first child / next sibling, -1: none; links point forward
+    next_token, next_sibling  int32 or int64 [N, T]  first child / next sibling, -1: none; a child comes after its parent
     parents    int32 [N, T]               written; -1 for the root and for nodes that no link reaches
     ancestors  int32 [N, T, ceil(T/32)]   written if given; bit j of word j//32: node j is t or an ancestor of t
 
-    A row with a bad link is left as it was and counted.
+    A row with a bad link is counted and gets -1 everywhere (each node its own ancestor set).
     """
     _ops.parents_from_links(next_token, next_sibling, parents, ancestors, counter(next_token.device))

@@ -15,7 +15,7 @@ class StashLayer:
     u        float32    [R, HV, Tc, V]  solution of the triangular solve
     k        act dtype  [R, H, Tc, K]   key before normalisation
     k_rnorm  float32    [R, H, Tc]      1 / sqrt(sum k^2 + 1e-6)
-    g        float32    [R, HV, Tc]     G, the sum of log decays from the root to the node
+    g        float32    [R, HV, Tc]     the node's own log decay (<= 0); commit sums it over the path that it needs
     conv     act dtype  [R, Tc, D]      raw convolution input of the node; None without convolution
     """
 
