@@ -11,6 +11,8 @@ from . import truth
 
 def run(device: str, quick: bool = False, seed: int = 5) -> list[str]:
     """Every draft shape and dtype at small sizes, both forms of verify, with commit. Returns what is wrong."""
+    from treewy_sglang import reference
+
     truth.exact_float32()
     wrong = []
 
@@ -54,6 +56,17 @@ def run(device: str, quick: bool = False, seed: int = 5) -> list[str]:
             if fused:
                 expect(torch.equal(conv_pool[0][slots], windows[rows, accepted]), f"{name}: conv state")
                 expect(torch.equal(conv_pool[0][untouched], d["conv_state"][0][untouched]), f"{name}: conv slot changed")
+    for s in A.samples(8, seed + 1):
+        d = A.tensors(s, device)
+        q, k, v = (x.flatten(0, 1) for x in truth.split(d["mixed"].reshape(s.N, s.T, -1), s.H, s.HV, s.K, s.K))
+        theirs = reference.recurrence(
+            q, k, v, d["a"], d["b"], d["A_log"], d["dt_bias"], d["state"], d["indices"], d["parents"], nodes=d["accepted"]
+        )
+        mine, states = A.recurrence(s, d, torch.float64)
+        rows = torch.arange(s.N, device=device)
+        for what, x, y in (("out", mine, theirs.out.view_as(mine)), ("state", states[rows, d["accepted"].long()], theirs.states)):
+            error = (torch.linalg.vector_norm(x - y) / torch.linalg.vector_norm(x)).item()
+            expect(error <= 1e-11, f"the two float64 references differ: {what} of {s}: {error:.3g}")
     wrong += [f"repeat not bit-equal: {w}" for w in A.repeats(device, times=3 if quick else 10, count=2 if device == "cpu" else 6 if quick else 24)]
     counts = _counters(device)
     expect(not any(counts.values()), f"error counters are not zero: {counts}")

@@ -7,7 +7,6 @@ the kernel modules themselves run. `load(full=True)` imports the package the ord
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -62,9 +61,14 @@ def _stub_parents(root: Path) -> None:
     sys.modules[utils.__name__] = utils
 
 
-@functools.lru_cache(maxsize=None)
+_loaded: Kernels | None = None
+
+
 def load(full: bool = False) -> Kernels:
-    """Raises ImportError when SGLang is not installed, RuntimeError when it is another version."""
+    """The kernels, loaded once. Raises ImportError when SGLang is not installed, RuntimeError when it is another version."""
+    global _loaded
+    if _loaded is not None:
+        return _loaded
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed: its kernels cannot be timed")
@@ -77,7 +81,8 @@ def load(full: bool = False) -> Kernels:
     if not full and "sglang" not in sys.modules:
         _stub_parents(Path(list(spec.submodule_search_locations)[0]))
     modules = {name: importlib.import_module("sglang.kernels.ops." + name) for name in MODULES}
-    return Kernels(modules, version)
+    _loaded = Kernels(modules, version)
+    return _loaded
 
 
 def bytes_per_layer(case: C.Case, shape: C.Shape, slots: int) -> int:
@@ -120,7 +125,7 @@ class _Peer:
         self.rows = torch.arange(N, dtype=torch.int32).to(dev)
         self.start = (torch.arange(N + 1, dtype=torch.int32) * T).to(dev)
         self._splits = {}
-        if dev == "meta":
+        if dev != "cuda":
             self.windows = fake_cuda(self.windows)
 
     def conv(self, s: int, layer: int):
@@ -183,7 +188,7 @@ class _Peer:
 
     def commit_conv(self, s: int):
         p = self.p
-        conv_state = fake_cuda(p.conv_state) if p.device == "meta" else p.conv_state
+        conv_state = fake_cuda(p.conv_state) if p.device != "cuda" else p.conv_state
         self.k.conv_scatter(conv_state, self.windows, p.slots[s], p.accepted)
 
 
@@ -209,7 +214,7 @@ class Snapshot(_Peer):
 
     def commit_state(self, s):
         p = self.p
-        state, states = (fake_cuda(x) if p.device == "meta" else x for x in (p.state, self.states))
+        state, states = (fake_cuda(x) if p.device != "cuda" else x for x in (p.state, self.states))
         self.k.state_scatter(state, states, p.slots[s], p.accepted)
 
     def commit(self, s):
@@ -258,7 +263,7 @@ class ReplaySSM(_Peer):
 
     def commit(self, s):
         p = self.p
-        conv_state = fake_cuda(p.conv_state) if p.device == "meta" else p.conv_state
+        conv_state = fake_cuda(p.conv_state) if p.device != "cuda" else p.conv_state
         state = types.SimpleNamespace(
             temporal=p.state,
             replayssm_rawv=self.rawv,
@@ -280,7 +285,7 @@ PEERS = {"snapshot": Snapshot, "replayssm": ReplaySSM}
 
 
 class _FakeCuda(torch.Tensor):
-    """A meta tensor that says it is on a GPU: SGLang's wrappers ask before they launch."""
+    """A tensor that says it is on a GPU, to compile or interpret without one: SGLang's wrappers ask before they launch."""
 
     is_cuda = property(lambda self: True)
 

@@ -5,6 +5,7 @@
 # kernels) runs side by side first; the benchmark has the GPU to itself. Knobs, from the environment:
 #   STEPS          any of "tests accuracy sanitize bench" (default: all)
 #   BENCH_SECONDS  no new case after this long (default 240); SIDE_SECONDS limit of tests and sanitizers (default 150)
+#   PRECOMPILE_UNTIL  seconds from the start to wait for the compiler, after the benchmark, to fill the cache (default 0)
 #   BENCH_ARGS     more arguments for bench.kernels; TRITON_CACHE folder of compiled peers (see precompile.py)
 #   CASES, CYCLES  of the accuracy step (default 1000 and 1000); PYTEST_ARGS; PYTHON (default python3)
 # Logs go to OUT, rows and plot to OUT/results.
@@ -55,5 +56,6 @@ if has bench; then
   "$python" -m bench.kernels --triton-cache "$cache" --budget "${BENCH_SECONDS:-240}" --out "$out/results" ${BENCH_ARGS:-} \
     > "$out/bench.log" 2>&1
   say "benchmark ended with $?"; tail -n "${TAIL:-70}" "$out/bench.log"
-  kill "$precompile" 2>/dev/null
+  while [ "$SECONDS" -lt "${PRECOMPILE_UNTIL:-0}" ] && kill -0 "$precompile" 2>/dev/null; do sleep 1; done
+  kill "$precompile" 2>/dev/null && say "compiling the peers was cut short"
 fi
