@@ -139,6 +139,8 @@ std::vector<Row> check_rows(const CommitParams& p, Trees& trees) {
   return rows;
 }
 
+constexpr int32_t kLeastRows = 64;  // value rows that a task keeps at least: a block of the widest instruction set
+
 // Per-thread scratch, 64-byte aligned.
 class Scratch {
  public:
@@ -183,8 +185,19 @@ void copy_conv_columns(const VerifyParams& p, int32_t n) {
                 D * item);
 }
 
+template <typename T>
+void move_elements(const void* from, int64_t from_stride, void* to, int64_t to_stride, int32_t count) {
+  const T* f = static_cast<const T*>(from);
+  T* t = static_cast<T*>(to);
+  for (int32_t i = 0; i < count; ++i) t[i * to_stride] = f[i * from_stride];
+}
+void move_column(const void* from, int64_t from_stride, void* to, int64_t to_stride, int64_t item, int32_t count) {
+  if (item == 4) move_elements<uint32_t>(from, from_stride, to, to_stride, count);
+  else move_elements<uint16_t>(from, from_stride, to, to_stride, count);
+}
+
 // New convolution window after node `a` into `slot`: the last W-1 raw inputs along root..a, older columns from the
-// window of `from`. Works in place: each channel's old columns are read before any is written.
+// window of the row's slot, which may be the same.
 void commit_conv(const CommitParams& p, int32_t l, int32_t n, const Row& row, int32_t a, int64_t slot) {
   const int32_t columns = p.W - 1, depth = row.anc_begin[a + 1] - row.anc_begin[a];
   const char* conv = static_cast<const char*>(p.stash.conv);
@@ -202,18 +215,25 @@ void commit_conv(const CommitParams& p, int32_t l, int32_t n, const Row& row, in
     const int32_t node = back == 0 ? a : row.anc[row.anc_begin[a + 1] - back];
     raw[c] = conv + (l * p.conv_stride_layer + n * p.stash.conv_stride_row + node * p.stash.conv_stride_node) * act;
   }
-  for (int32_t d = 0; d < p.D; ++d) {
-    float window[kMaxConvWidth - 1];
-    for (int32_t c = 0; c < columns; ++c)
-      // An old column moves left by the number of nodes on the path, depth + 1.
-      window[c] = raw[c] ? load_scalar(raw[c], p.act_dtype, d)
-                         : load_scalar(from, p.conv_dtype, d * p.conv_state_stride_channel + (c + depth + 1) * p.conv_state_stride_column);
-    for (int32_t c = 0; c < columns; ++c)
-      store_scalar(to, p.conv_dtype, d * p.conv_state_stride_channel + c * p.conv_state_stride_column, window[c]);
+  // Old columns move left by the number of nodes on the path, depth + 1, so going from left to right never overwrites one
+  // that is still needed.
+  for (int32_t c = 0; c < columns; ++c) {
+    char* out = to + c * p.conv_state_stride_column * item;
+    if (!raw[c]) {
+      const char* old = from + (c + depth + 1) * p.conv_state_stride_column * item;
+      move_column(old, p.conv_state_stride_channel, out, p.conv_state_stride_channel, item, p.D);
+    } else if (p.act_dtype == p.conv_dtype) {
+      move_column(raw[c], 1, out, p.conv_state_stride_channel, item, p.D);
+    } else {
+      for (int32_t d = 0; d < p.D; ++d)
+        store_scalar(out, p.conv_dtype, d * p.conv_state_stride_channel, load_scalar(raw[c], p.act_dtype, d));
+    }
   }
 }
 
 }  // namespace
+
+const char* cpu_isa() { return kernels().name; }
 
 int launch_verify_cpu(const VerifyParams& p) {
   Trees trees(p.N, p.T);
@@ -225,7 +245,7 @@ int launch_verify_cpu(const VerifyParams& p) {
   const int64_t wanted = max_threads();
   const int32_t heads = static_cast<int64_t>(live) * p.H >= wanted ? group : 1;
   int32_t v_step = p.V;
-  while (v_step > 32 && static_cast<int64_t>(live) * (p.HV / heads) * (p.V / v_step) < wanted) v_step /= 2;
+  while (v_step > kLeastRows && static_cast<int64_t>(live) * (p.HV / heads) * (p.V / v_step) < wanted) v_step /= 2;
 
   std::vector<VerifyTask> tasks;
   for (int32_t n = 0; n < p.N; ++n) {
@@ -236,13 +256,14 @@ int launch_verify_cpu(const VerifyParams& p) {
     for (int32_t h = 0; h < p.H; ++h)
       for (int32_t hv = h * group; hv < (h + 1) * group; hv += heads)
         for (int32_t v = 0; v < p.V; v += v_step) tasks.push_back({n, h, hv, hv + heads, v, v + v_step});
+    if (p.stash.conv) tasks.push_back({n, -1, 0, 0, 0, 0});  // h = -1: the raw convolution columns of the request
   }
   const CpuKernels& kern = kernels();
   run_tasks(tasks, kern.verify_workspace(p),
-            [&](const VerifyTask& task, void* work) { kern.verify(p, rows[task.n], task, work); });
-  if (p.stash.conv)
-    for (int32_t n = 0; n < p.N; ++n)
-      if (rows[n].live) copy_conv_columns(p, n);
+            [&](const VerifyTask& task, void* work) {
+              if (task.h >= 0) kern.verify(p, rows[task.n], task, work);
+              else copy_conv_columns(p, task.n);
+            });
   return 0;
 }
 
@@ -251,7 +272,7 @@ int launch_commit_cpu(const CommitParams& p) {
   const std::vector<Row> rows = check_rows(p, trees);
   const int32_t live = static_cast<int32_t>(std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.live; }));
   int32_t v_step = p.V;
-  while (v_step > 32 && static_cast<int64_t>(live) * p.L * p.HV * (p.V / v_step) < max_threads()) v_step /= 2;
+  while (v_step > kLeastRows && static_cast<int64_t>(live) * p.L * p.HV * (p.V / v_step) < max_threads()) v_step /= 2;
 
   std::vector<CommitTask> tasks;
   for (int32_t l = 0; l < p.L; ++l)

@@ -21,6 +21,7 @@ namespace treewy {
 #ifdef TREEWY_WITH_CUDA
 const char* cuda_error_string(int code);  // cuda_error.cpp
 #endif
+const char* cpu_isa();  // cpu_launch.cpp
 
 namespace {
 
@@ -532,6 +533,8 @@ TORCH_LIBRARY(treewy, m) {
   m.def(
       "parents_from_links(Tensor next_token, Tensor next_sibling, Tensor(a!) parents, Tensor(b!)? ancestors, "
       "Tensor(c!) errors) -> ()");
+  // Which instruction set the CPU kernels use here; for build_info() and tests.
+  m.def("cpu_isa() -> str", []() { return std::string(cpu_isa()); });
 }
 
 TORCH_LIBRARY_IMPL(treewy, CPU, m) {

@@ -13,7 +13,12 @@ _REBUILD = "pip install --no-build-isolation -e . (in a checkout of treewy_sglan
 
 def build_info():
     """Facts of the compiled part: version, git_commit, torch_version, compiler, cuda (bool), cuda_compiler,
-    architectures (list such as ["sm_80", "sm_90"]), max_nodes, max_conv_width."""
+    architectures (list such as ["sm_80", "sm_90"]), max_nodes, max_conv_width, and cpu_isa, the instruction set that the
+    CPU kernels use on this machine (baseline, avx2, avx512)."""
+    return {**_built(), "cpu_isa": torch.ops.treewy.cpu_isa()}
+
+
+def _built():
     from . import _host
 
     return _host.build_info()
@@ -26,22 +31,32 @@ def _load():
         torch.ops.load_library(str(_PATH))
     except OSError as e:
         # Almost always another torch than the one it was built against; say which before the linker's message.
-        built = build_info()["torch_version"]
+        built = _built()["torch_version"]
         raise ImportError(
             f"treewy_sglang was built against torch {built} and does not load under torch {torch.__version__}. "
             f"Rebuild it with: {_REBUILD}. The loader says: {e}"
         ) from e
 
 
-def _register_fakes():
-    # The operators return nothing and all they write is marked in their schemas, so a fake has nothing to compute. The
-    # checks of shapes run in the real kernels.
-    def fake(*args, **kwargs):
-        return None
+def _register_fake(name):
+    # The operators return nothing and all they write is marked in their schemas, so a fake has nothing to compute; the
+    # checks of shapes run in the real kernels. But one meta tensor among real ones also lands here, and must not make the
+    # call do nothing in silence.
+    arguments = [a.name for a in getattr(torch.ops.treewy, name).default._schema.arguments]
 
-    for name in ("tree_verify", "tree_conv_verify", "commit", "parents_from_links"):
-        torch.library.register_fake(f"treewy::{name}", fake)
+    def fake(*args, **kwargs):
+        given = {**dict(zip(arguments, args)), **kwargs}
+        tensors = {n: t for n, t in given.items() if isinstance(t, torch.Tensor)}
+        first, lead = next(iter(tensors.items()))
+        for n, t in tensors.items():
+            if t.device != lead.device:
+                raise RuntimeError(
+                    f"treewy::{name}: argument '{n}': device is {t.device}; allowed: {lead.device}, the device of '{first}'"
+                )
+
+    torch.library.register_fake(f"treewy::{name}", fake)
 
 
 _load()
-_register_fakes()
+for _name in ("tree_verify", "tree_conv_verify", "commit", "parents_from_links"):
+    _register_fake(_name)
