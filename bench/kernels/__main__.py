@@ -101,7 +101,7 @@ def exactness(args, name: str) -> bool:
                 f"{last['float32']:.2e}, worst ratio on the way {d['worst_ratio']:.2f}")
             result["drift"].append(d)
             ok &= d["ok"]
-    path = args.out / f"accuracy-{name}.json"
+    path = args.out / f"{'-'.join(result)}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     log(f"exactness: {'green' if ok else 'RED'} -> {path}")
@@ -188,8 +188,7 @@ def main(argv=None) -> int:
     sweep = args.sweep if args.sweep is not None else set(args.drafts) == set(C.DRAFTS)
     if sweep and "treewy" in args.modes:
         extra = C.sweep(args.shapes[0], 64 if 64 in args.requests else args.requests[-1], 2, 64, args.state_dtype)
-        cut = sum(c.requests == 64 and c.shape == args.shapes[0] for c in todo)
-        todo = todo[:cut] + [c for c in extra if c not in todo] + todo[cut:]
+        todo = [c for c in extra if c not in todo] + todo
     rows = Rows(args.out / f"kernels-{name}.jsonl")
     clock = timing.Clock(args.device)
     # A pool lives as long as cases of its shape follow one another: three of them do not fit beside the snapshots.
@@ -216,7 +215,7 @@ def main(argv=None) -> int:
                 pool = None
                 run.free_bytes(args.device)
                 pool = problem.Pool(shape, case.state_dtype, args.device)
-            budget_ms = 15.0 if case in todo and case.mode == "treewy" and f"{case.draft}{case.nodes}" not in args.drafts else 60.0
+            budget_ms = 15.0 if f"{case.draft}{case.nodes}" not in args.drafts else 60.0
             figures, broken = run.run(case, pool, args.device, budget_ms=budget_ms)
         row = dict(gpu=gpu, commit=commit, **{f: getattr(case, f) for f in rows.fields})
         row.update({k: figures.pop(k, None) for k in ("verify_us", "conv_us", "commit_us")})

@@ -71,7 +71,7 @@ def parse_draft(text: str) -> tuple[str, int]:
 
 
 def matrix(shapes, requests, drafts, modes, state_dtype) -> list[Case]:
-    """Every case asked for. Cases that the targets read come first, so that a run cut short still says something."""
+    """Every case asked for, in the order to run them."""
     cases = [
         Case(shape, n, nodes, draft, mode, state_dtype)
         for shape in shapes
@@ -82,8 +82,10 @@ def matrix(shapes, requests, drafts, modes, state_dtype) -> list[Case]:
     ]
 
     def order(case: Case):
-        first = case.shape == "35B" and (case.requests == 64 or (case.draft, case.nodes) == ("chain", 4))
-        return (not first, list(shapes).index(case.shape), case.requests != 64)
+        # treewy first, then the peers of the targets, then the other peers: a run cut short still says the most it can.
+        peer = case.mode in ("snapshot", "replayssm")
+        target = case.shape == "35B" and (case.requests == 64 or (case.draft, case.nodes) == ("chain", 4))
+        return (0 if not peer else 1 if target else 2, list(shapes).index(case.shape), case.requests != 64)
 
     return sorted(cases, key=order)
 

@@ -136,7 +136,8 @@ def run(case: C.Case, pool: problem.Pool, device: str, isolated: bool = False, b
             return row, error
     for name, calls, per_call in steps:
         try:
-            us = timing.graph_us(calls, device, budget_ms)
+            least = -(-timing.L2_FLOOR // (p.N * C.state_bytes(pool.shape, case.state_dtype) * per_call))
+            us = timing.graph_us(calls, device, budget_ms, min(len(calls), least))
             row[name] = round(us / per_call, 4)
         except Exception as error:
             row["error"] = "; ".join(filter(None, [row["error"], f"{name[:-3]}: {_short(error)}"]))

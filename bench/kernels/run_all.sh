@@ -40,15 +40,17 @@ if has tests; then
   pids+=($!)
 fi
 if has sanitize; then
-  SANITIZE_SECONDS=$side bash bench/kernels/sanitize.sh "$out" > "$out/sanitize.log" 2>&1 &
+  SANITIZE_SECONDS=$side bash tests/cuda/sanitize.sh "$out" > "$out/sanitize.log" 2>&1 &
   pids+=($!)
 fi
 if has accuracy; then
-  timeout "$side" "$python" -m bench.kernels --accuracy "${CASES:-1000}" --drift "${CYCLES:-1000}" --out "$out/results" \
-    > "$out/accuracy.log" 2>&1
-  say "accuracy ended with $?"; tail -n 45 "$out/accuracy.log"
+  for what in "accuracy ${CASES:-1000}" "drift ${CYCLES:-1000}"; do
+    timeout "$side" "$python" -m bench.kernels --$what --out "$out/results" > "$out/${what% *}.log" 2>&1 &
+    pids+=($!)
+  done
 fi
 for pid in "${pids[@]}"; do wait "$pid"; done
+if has accuracy; then say "exactness"; cat "$out/accuracy.log" "$out/drift.log"; fi
 if has tests; then say "tests"; grep -E '^(FAILED|ERROR)' "$out/pytest.log" | cut -c1-220 | head -30; tail -n 3 "$out/pytest.log"; fi
 if has sanitize; then say "sanitizers"; cat "$out/sanitize.log"; fi
 if has bench; then
