@@ -2,7 +2,6 @@
 #include <atomic>
 
 #include "common.cuh"
-#include "verify.cuh"
 #include "verify_common.cuh"
 
 #ifdef TREEWY_TUNE
@@ -60,6 +59,14 @@ bool fits_tensor_cores(const VerifyParams& p) {
          p.out_stride_token % 2 == 0 && p.out_stride_head % 2 == 0;
 }
 
+bool use_stream() {
+#ifdef TREEWY_TUNE
+  return treewy_tune_warps == 0;
+#else
+  return true;
+#endif
+}
+
 // Warps of a block: as many value channels as possible share the preparation of k, q and the coefficients, but a small
 // batch is spread until every multiprocessor has a block.
 int choose_warps(const VerifyParams& p, int multiprocessors) {
@@ -85,17 +92,22 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
   cuda::DeviceFacts facts;
   cudaError_t e = cuda::device_facts(facts);
   if (e != cudaSuccess) return e;
-  const int warps = cuda::choose_warps(p, facts.multiprocessors), limit = facts.shared_limit;
+  const int limit = facts.shared_limit;
   const bool half = p.state_dtype != DType::kFloat32, conv = p.mixed_qkv != nullptr;
-  int r;
-  if (p.K == 64) {
-    r = cuda::launch_verify_k64(p, warps, limit, s);
-  } else if (p.K == 256) {
-    r = cuda::launch_verify_k256(p, warps, limit, s);
-  } else if (half) {
-    r = conv ? cuda::launch_verify_k128_half_conv(p, warps, limit, s) : cuda::launch_verify_k128_half(p, warps, limit, s);
-  } else {
-    r = conv ? cuda::launch_verify_k128_f32_conv(p, warps, limit, s) : cuda::launch_verify_k128_f32(p, warps, limit, s);
+  int r = cudaErrorNotSupported;
+  if (p.K == 128 && p.T <= 64 && cuda::use_stream()) {
+    const int count = facts.multiprocessors;
+    if (half) {
+      r = conv ? cuda::launch_verify_stream_half_conv(p, count, limit, s) : cuda::launch_verify_stream_half(p, count, limit, s);
+    } else {
+      r = conv ? cuda::launch_verify_stream_f32_conv(p, count, limit, s) : cuda::launch_verify_stream_f32(p, count, limit, s);
+    }
+  }
+  if (r == cudaErrorNotSupported) {
+    const int warps = cuda::choose_warps(p, facts.multiprocessors);
+    r = p.K == 64    ? cuda::launch_verify_block_k64(p, warps, limit, s)
+        : p.K == 128 ? cuda::launch_verify_block_k128(p, warps, limit, s)
+                     : cuda::launch_verify_block_k256(p, warps, limit, s);
   }
   // Parts with 100 KB of shared memory do not hold the coefficients of the longest drafts.
   return r == cudaErrorNotSupported ? cuda::launch_verify_generic(p, s) : r;
