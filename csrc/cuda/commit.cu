@@ -1,6 +1,8 @@
 // commit: S_a = e^{G_a} S0 + sum over the accepted path of e^{G_a-G_j} u_j k_j^T, for all layers in one launch, and the
-// convolution state of the same rows. A thread keeps RowsPerThread x 4 state elements; the loads of S0 are in flight
-// while the block walks the path and gathers u and k. Derivation and figures: docs/kernels.md.
+// convolution state of the same rows. A thread owns RowsPerThread x 4 state elements; they are on their way while the
+// block walks the path and gathers u and k. Derivation and figures: docs/kernels.md.
+#include <initializer_list>
+
 #include "common.cuh"
 
 namespace treewy {
@@ -10,6 +12,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
+#ifndef COMMIT_BLOCKS
+#define COMMIT_BLOCKS 3
+#endif
+constexpr int kCommitBlocks = COMMIT_BLOCKS;
 constexpr int kConvChannels = 1024;   // channels of one convolution block
 
 struct CommitLaunch {
@@ -17,12 +23,22 @@ struct CommitLaunch {
   int slabs;            // blocks per (layer, request, head)
   int conv_blocks;      // blocks per (layer, request)
   int conv_total;       // conv_blocks * L * N; these blocks come first
+  int heads_per_key;    // HV / H
+  bool vector_stash;    // u and k rows can be read 16 bytes at a time
   bool vector_state;    // state rows are aligned for 4-element accesses
 };
 
-__device__ __forceinline__ float4 load_state4(const float* s, bool vec) {
-  if (vec) return __ldcs(reinterpret_cast<const float4*>(s));
-  return make_float4(s[0], s[1], s[2], s[3]);
+__device__ __forceinline__ float4 staged_state4(const float* s) { return *reinterpret_cast<const float4*>(s); }
+template <class Half>
+__device__ __forceinline__ float4 staged_state4(const Half* s) {
+  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
+  const uint2 w = *reinterpret_cast<const uint2*>(s);
+  const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+template <class State>
+__device__ __forceinline__ float4 load_state4(const State* s) {
+  return make_float4(float(s[0]), float(s[1]), float(s[2]), float(s[3]));
 }
 __device__ __forceinline__ void store_state4(float* s, float4 x, bool vec) {
   if (vec) {
@@ -30,16 +46,6 @@ __device__ __forceinline__ void store_state4(float* s, float4 x, bool vec) {
   } else {
     s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
   }
-}
-template <class Half>
-__device__ __forceinline__ float4 load_state4(const Half* s, bool vec) {
-  constexpr bool is_bf16 = sizeof(Half) == 2 && std::is_same<Half, __nv_bfloat16>::value;
-  if (vec) {
-    uint2 w = __ldcs(reinterpret_cast<const uint2*>(s));
-    float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
-    return make_float4(a.x, a.y, b.x, b.y);
-  }
-  return make_float4(float(s[0]), float(s[1]), float(s[2]), float(s[3]));
 }
 template <class Half>
 __device__ __forceinline__ void store_state4(Half* s, float4 x, bool vec) {
@@ -99,159 +105,193 @@ __device__ __forceinline__ Row read_row(const CommitParams& p, int n, ErrorKind&
   return r;
 }
 
-// Path of the accepted node, itself first, into `path`; returns its length, or 0 for a row that must be skipped.
-// `track_at` receives the position of the track node in it. All threads of the block call this.
-__device__ __forceinline__ int walk_path(const CommitParams& p, const Row& r, int n, bool counts, int* parent, int* path,
-                                         int* shared2, int& track_at) {
-  const int tid = threadIdx.x;
-  track_at = -1;
-  if (p.parents == nullptr) {
-    if (tid <= r.node) path[tid] = r.node - tid;
-    bool bad_track = r.track_slot >= 0 && r.track_node > r.node;
-    if (bad_track && counts && tid == 0) count_error(p.errors, kErrorTrack);
-    __syncthreads();
-    if (bad_track) return 0;
-    if (r.track_slot >= 0) track_at = r.node - r.track_node;
-    return r.node + 1;
-  }
-  int bad = 0;
-  if (tid < p.T) {
-    int q = p.parents[n * p.parents_stride_row + tid];
-    bad = q < -1 || q >= tid;
-    parent[tid] = q;
-  }
-  bad = __syncthreads_or(bad);
-  if (bad) {
-    if (counts && tid == 0) count_error(p.errors, kErrorParent);
-    return 0;
-  }
-  if (tid == 0) {
-    int len = 0, at = -1;
-    for (int t = r.node; t >= 0; t = parent[t]) {
-      if (t == r.track_node) at = len;
-      path[len++] = t;
-    }
-    shared2[0] = len;
-    shared2[1] = at;
-  }
-  __syncthreads();
-  if (r.track_slot >= 0) {
-    track_at = shared2[1];
-    if (track_at < 0) {
-      if (counts && tid == 0) count_error(p.errors, kErrorTrack);
-      return 0;
-    }
-  }
-  return shared2[0];
-}
+// Path of the accepted node, itself first, in shared memory of the warp's own: every warp walks by itself, which costs
+// less than a second barrier. length 0: the row must be skipped. All threads of a block call this.
+struct Path {
+  int length, track_at;
+};
 
-// weight[i] = sum of g over path[from..i), total = sum over path[from..len). One warp.
-__device__ __forceinline__ void scan_decay(const float* g_path, int from, int len, float* weight, float* total) {
-  const int lane = threadIdx.x & 31;
-  float carry = 0.f;
-  for (int base = from; base < len; base += 32) {
-    int i = base + lane;
-    float x = i < len ? g_path[i] : 0.f, sum = x;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      float y = __shfl_up_sync(0xffffffffu, sum, d);
-      if (lane >= d) sum += y;
+__device__ __forceinline__ Path walk_path(const CommitParams& p, const Row& r, int n, bool counts, int* parent, int* path) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  Path result{0, -1};
+  if (p.parents == nullptr) {
+    for (int i = lane; i <= r.node; i += 32) path[i] = r.node - i;
+    result.length = r.node + 1;
+    if (r.track_slot >= 0) result.track_at = r.node - r.track_node;
+  } else {
+    int bad = 0;
+    if (tid < p.T) {
+      const int q = p.parents[n * p.parents_stride_row + tid];
+      bad = q < -1 || q >= tid;
+      parent[tid] = q;
     }
-    float before = __shfl_up_sync(0xffffffffu, sum, 1);
-    if (i < len) weight[i] = expf(carry + (lane == 0 ? 0.f : before));
-    carry += __shfl_sync(0xffffffffu, sum, 31);
+    if (__syncthreads_or(bad)) {
+      if (counts && tid == 0) count_error(p.errors, kErrorParent);
+      return result;
+    }
+    for (int t = r.node; t >= 0; t = parent[t]) {
+      if (t == r.track_node) result.track_at = result.length;
+      if (lane == 0) path[result.length] = t;
+      ++result.length;
+    }
   }
-  if (lane == 0) *total = expf(carry);
+  __syncwarp();
+  if (r.track_slot >= 0 && result.track_at < 0) {
+    if (counts && tid == 0) count_error(p.errors, kErrorTrack);
+    result.length = 0;
+  }
+  return result;
 }
 
 template <class State, int K>
 struct CommitTile {
   static constexpr int kLanesPerRow = K / 4;
-  static constexpr int kRowsPerPass = kThreads / kLanesPerRow;
   static constexpr int kRowsPerThread = K == 64 ? 4 : 8;
-  static constexpr int kRows = kRowsPerPass * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
+  static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
 };
 
+// Eight consecutive values of a stash row as float32.
+__device__ __forceinline__ void load8(const void* base, int64_t at, DType dtype, bool vec, float (&x)[8]) {
+  if (vec && dtype != DType::kFloat32) {
+    const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + at);
+    const uint32_t ww[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 f = unpack_half2(ww[i], dtype == DType::kBFloat16);
+      x[2 * i] = f.x, x[2 * i + 1] = f.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = load_float(base, at + i, dtype);
+  }
+}
+
 template <class State, int K>
-__device__ __forceinline__ void commit_state(const CommitLaunch& c, int64_t block) {
+__device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
   using Tile = CommitTile<State, K>;
+  constexpr int RPT = Tile::kRowsPerThread;
   const CommitParams& p = c.p;
-  __shared__ int parent[kMaxNodes], path[kMaxNodes], shared2[2];
-  __shared__ float g_path[kMaxNodes], weight[2][kMaxNodes], total[2];
+  __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
   __shared__ __align__(16) float ks[kPathChunk][K];
-  __shared__ __align__(16) float us[kPathChunk][Tile::kRowsPerPass][Tile::kRowsPerThread];
+  __shared__ __align__(16) float us[kPathChunk][Tile::kRows];
 
   const int slab = block % c.slabs;
-  const int64_t rest = block / c.slabs;
+  const int rest = block / c.slabs;
   const int hv = rest % p.HV;
-  const int64_t rest2 = rest / p.HV;
+  const int rest2 = rest / p.HV;
   const int n = rest2 % p.N;
   const int l = rest2 / p.N;
-  const int tid = threadIdx.x;
+  const int tid = threadIdx.x, lane = tid & 31;
   const bool counts = l == 0 && hv == 0 && slab == 0;
 
   ErrorKind kind = kErrorStateIndex;
   bool error;
-  Row r = read_row(p, n, kind, error);
+  const Row r = read_row(p, n, kind, error);
   if (error && counts && tid == 0) count_error(p.errors, kind);
   if (!r.active) return;
 
-  const int col = tid % Tile::kLanesPerRow * 4, row0 = tid / Tile::kLanesPerRow;
+  const int col = tid % Tile::kLanesPerRow * 4, row0 = tid / Tile::kLanesPerRow * RPT;
   const int first_row = slab * Tile::kRows;
-  State* pool = static_cast<State*>(p.state) + l * p.state_stride_layer + hv * p.state_stride_head;
-  State* tile = pool + r.slot * p.state_stride_slot + static_cast<int64_t>(first_row + row0) * K + col;
-  float4 acc[Tile::kRowsPerThread];
+  State* pool = static_cast<State*>(p.state) + l * p.state_stride_layer + hv * p.state_stride_head + (first_row + row0) * K + col;
+  State* tile = pool + r.slot * p.state_stride_slot;
+  // The old state waits in shared memory that only this thread reads, so that the walk and the gathers below keep their
+  // registers and more blocks fit.
+  extern __shared__ __align__(16) unsigned char staged[];
+  State* mine = reinterpret_cast<State*>(staged) + tid * 4;
+  if (c.vector_state) {
 #pragma unroll
-  for (int i = 0; i < Tile::kRowsPerThread; ++i) acc[i] = load_state4(tile + i * Tile::kRowsPerPass * K, c.vector_state);
+    for (int i = 0; i < RPT; ++i) {
+      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(mine + i * kThreads * 4));
+      if constexpr (sizeof(State) == 4) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(tile + i * K) : "memory");
+      } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(tile + i * K) : "memory");
+      }
+    }
+  }
 
-  int track_at;
-  const int len = walk_path(p, r, n, counts, parent, path, shared2, track_at);
-  if (len == 0) return;
+  const int* nodes = paths[tid >> 5];
+  const Path path = walk_path(p, r, n, counts, parent, paths[tid >> 5]);
+  if (path.length == 0) return;
   const bool track = r.track_slot >= 0;
+  const int h = hv / c.heads_per_key;
   const float* g = p.stash.g + l * p.g_stride_layer + n * p.stash.g_stride_row + hv * p.stash.g_stride_head;
-  if (tid < len) g_path[tid] = g[path[tid]];
-  __syncthreads();
-  if (tid < 32) scan_decay(g_path, 0, len, weight[0], &total[0]);
-  if (track && tid >= 32 && tid < 64) scan_decay(g_path, track_at, len, weight[1], &total[1]);
-
-  const int h = hv / (p.HV / p.H);
   const float* u = p.stash.u + l * p.u_stride_layer + n * p.stash.u_stride_row + hv * p.stash.u_stride_head + first_row;
   const int64_t k_base = l * p.k_stride_layer + n * p.stash.k_stride_row + h * p.stash.k_stride_head;
   const float* rn = p.stash.k_rnorm + l * p.k_rnorm_stride_layer + n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head;
 
   // The track state first: the row's own slot still holds the old state for the second pass.
+#pragma unroll 1
   for (int pass = track ? 1 : 0; pass >= 0; --pass) {
-    const int from = pass == 1 ? track_at : 0;
-    if (track && pass == 0) {
+    const int from = pass == 1 ? path.track_at : 0;
+    float4 acc[RPT];
+    // e^{G_a}: the sum of every decay on the path, in the order in which the weights accumulate it below.
+    float sum = 0.f;
+    for (int base = from; base < path.length; base += 32) {
+      float x = base + lane < path.length ? g[nodes[base + lane]] : 0.f;
 #pragma unroll
-      for (int i = 0; i < Tile::kRowsPerThread; ++i) acc[i] = load_state4(tile + i * Tile::kRowsPerPass * K, c.vector_state);
+      for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
+      sum += x;
     }
-    for (int base = from; base < len; base += kPathChunk) {
-      const int count = min(kPathChunk, len - base);
-      __syncthreads();
+    const float decay = expf(sum);
+    float before = 0.f;  // decay sum of path[from..base)
 #pragma unroll 1
-      for (int i = tid; i < count * K; i += kThreads) {
-        int j = i / K, kk = i % K, node = path[base + j];
-        ks[j][kk] = load_float(p.stash.k, k_base + static_cast<int64_t>(node) * K + kk, p.act_dtype) * rn[node];
+    for (int base = from; base < path.length; base += kPathChunk) {
+      const int count = min(kPathChunk, path.length - base);
+      // Lane j of every warp: weight of path[base + j].
+      float inclusive = lane < count ? g[nodes[base + lane]] : 0.f;
+#pragma unroll
+      for (int d = 1; d < kPathChunk; d *= 2) {
+        const float y = __shfl_up_sync(0xffffffffu, inclusive, d);
+        if (lane >= d) inclusive += y;
       }
-#pragma unroll 1
-      for (int i = tid; i < count * Tile::kRows; i += kThreads) {
-        int j = i / Tile::kRows, rr = i % Tile::kRows, node = path[base + j];
-        us[j][rr % Tile::kRowsPerPass][rr / Tile::kRowsPerPass] = u[static_cast<int64_t>(node) * p.V + rr] * weight[pass][base + j];
+      float exclusive = __shfl_up_sync(0xffffffffu, inclusive, 1);
+      if (lane == 0) exclusive = 0.f;
+      const float weight = expf(before + exclusive);
+      before += __shfl_sync(0xffffffffu, inclusive, kPathChunk - 1);
+      if (base > from) __syncthreads();
+      // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
+      static_assert(kPathChunk * K / 8 % kThreads == 0 || kPathChunk * K / 8 < kThreads, "");
+      constexpr int kPiecesK = kPathChunk * K / 8, kPiecesU = kPathChunk * Tile::kRows / 4;
+#pragma unroll
+      for (int first = 0; first < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); first += kThreads) {
+        const int jk = (first + tid) / (K / 8), ck = (first + tid) % (K / 8) * 8;
+        const int ju = (first + tid) / (Tile::kRows / 4), cu = (first + tid) % (Tile::kRows / 4) * 4;
+        const bool has_k = first + tid < kPiecesK && jk < count, has_u = first + tid < kPiecesU && ju < count;
+        float x[8], norm = 0.f;
+        float4 uu = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (has_k) {
+          const int node_k = nodes[base + jk];
+          load8(p.stash.k, k_base + node_k * K + ck, p.act_dtype, c.vector_stash, x);
+          norm = rn[node_k];
+        }
+        if (has_u) {
+          const float* at = u + nodes[base + ju] * K + cu;
+          uu = c.vector_stash ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
+        }
+        if (has_k) {
+          *reinterpret_cast<float4*>(&ks[jk][ck]) = make_float4(x[0] * norm, x[1] * norm, x[2] * norm, x[3] * norm);
+          *reinterpret_cast<float4*>(&ks[jk][ck + 4]) = make_float4(x[4] * norm, x[5] * norm, x[6] * norm, x[7] * norm);
+        }
+        if (has_u) *reinterpret_cast<float4*>(&us[ju][cu]) = uu;
       }
       __syncthreads();
       if (base == from) {
-        const float e = total[pass];
+        asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
-        for (int i = 0; i < Tile::kRowsPerThread; ++i)
-          acc[i] = make_float4(acc[i].x * e, acc[i].y * e, acc[i].z * e, acc[i].w * e);
+        for (int i = 0; i < RPT; ++i) {
+          const float4 x = c.vector_state ? staged_state4(mine + i * kThreads * 4) : load_state4(tile + i * K);
+          acc[i] = make_float4(x.x * decay, x.y * decay, x.z * decay, x.w * decay);
+        }
       }
-#pragma unroll 2
+#pragma unroll 1
       for (int j = 0; j < count; ++j) {
-        const float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
+        const float w = __shfl_sync(0xffffffffu, weight, j);
+        float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
+        kk = make_float4(kk.x * w, kk.y * w, kk.z * w, kk.w * w);
 #pragma unroll
-        for (int i4 = 0; i4 < Tile::kRowsPerThread; i4 += 4) {
-          const float4 uu = *reinterpret_cast<const float4*>(&us[j][row0][i4]);
+        for (int i4 = 0; i4 < RPT; i4 += 4) {
+          const float4 uu = *reinterpret_cast<const float4*>(&us[j][row0 + i4]);
           const float ui[4] = {uu.x, uu.y, uu.z, uu.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -263,17 +303,17 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int64_t bloc
         }
       }
     }
-    State* to = pass == 1 ? pool + r.track_slot * p.state_stride_slot + static_cast<int64_t>(first_row + row0) * K + col : tile;
+    State* to = pass == 1 ? pool + r.track_slot * p.state_stride_slot : tile;
 #pragma unroll
-    for (int i = 0; i < Tile::kRowsPerThread; ++i)
-      store_state4(to + i * Tile::kRowsPerPass * K, acc[i], c.vector_state);
+    for (int i = 0; i < RPT; ++i) store_state4(to + i * K, acc[i], c.vector_state);
+    if (pass == 1) __syncthreads();
   }
 }
 
 // New convolution state: the last W-1 raw inputs along root..a, older columns from the old state.
 __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
   const CommitParams& p = c.p;
-  __shared__ int parent[kMaxNodes], path[kMaxNodes], shared2[2];
+  __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
   const int part = block % c.conv_blocks;
   const int64_t rest = block / c.conv_blocks;
   const int n = rest % p.N;
@@ -282,9 +322,9 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
   bool error;
   Row r = read_row(p, n, kind, error);
   if (!r.active) return;
-  int track_at;
-  const int len = walk_path(p, r, n, false, parent, path, shared2, track_at);
-  if (len == 0) return;
+  const int* nodes = paths[threadIdx.x >> 5];
+  const Path path = walk_path(p, r, n, false, parent, paths[threadIdx.x >> 5]);
+  if (path.length == 0) return;
   const int columns = p.W - 1;
   const int64_t layer = l * p.conv_state_stride_layer;
   const int64_t from = layer + r.slot * p.conv_state_stride_slot;
@@ -296,8 +336,7 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
       if (w < columns)
         old[w] = load_float(p.conv_state, from + d * p.conv_state_stride_channel + w * p.conv_state_stride_column, p.conv_dtype);
     for (int pass = r.track_slot >= 0 ? 1 : 0; pass >= 0; --pass) {
-      const int first = pass == 1 ? track_at : 0;
-      const int depth = len - first;
+      const int depth = path.length - (pass == 1 ? path.track_at : 0);
       const int64_t to = pass == 1 ? layer + r.track_slot * p.conv_state_stride_slot : from;
 #pragma unroll
       for (int w = 0; w < kMaxConvWidth - 1; ++w) {
@@ -305,7 +344,8 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
         const int back = columns - 1 - w;  // nodes above the accepted one
         float x = 0.f;
         if (back < depth) {
-          x = load_float(p.stash.conv, raw + path[first + back] * p.stash.conv_stride_node + d, p.act_dtype);
+          const int node = nodes[(pass == 1 ? path.track_at : 0) + back];
+          x = load_float(p.stash.conv, raw + node * p.stash.conv_stride_node + d, p.act_dtype);
         } else {
           const int o = w + depth;
 #pragma unroll
@@ -319,11 +359,11 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
 }
 
 template <class State, int K>
-__global__ void __launch_bounds__(kThreads, 3) commit_kernel(const __grid_constant__ CommitLaunch c) {
+__global__ void __launch_bounds__(kThreads, kCommitBlocks) commit_kernel(const __grid_constant__ CommitLaunch c) {
   if (blockIdx.x < c.conv_total) {
     commit_conv(c, blockIdx.x);
   } else {
-    commit_state<State, K>(c, static_cast<int64_t>(blockIdx.x) - c.conv_total);
+    commit_state<State, K>(c, blockIdx.x - c.conv_total);
   }
 }
 
@@ -339,9 +379,22 @@ int launch(const CommitParams& p, cudaStream_t stream) {
   auto aligned = [&](int64_t stride) { return stride * static_cast<int64_t>(sizeof(State)) % align == 0; };
   c.vector_state = reinterpret_cast<uintptr_t>(p.state) % align == 0 && aligned(p.state_stride_layer) &&
                    aligned(p.state_stride_slot) && aligned(p.state_stride_head);
+  c.heads_per_key = p.HV / p.H;
+  const StashLayer& st = p.stash;
+  auto stash_aligned = [&](const void* base, int size, std::initializer_list<int64_t> strides) {
+    bool ok = reinterpret_cast<uintptr_t>(base) % 16 == 0;
+    for (int64_t x : strides) ok = ok && x * size % 16 == 0;
+    return ok;
+  };
+  c.vector_stash = stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
+                   stash_aligned(st.k, element_size(p.act_dtype), {p.k_stride_layer, st.k_stride_row, st.k_stride_head});
   const int64_t blocks = c.conv_total + static_cast<int64_t>(p.L) * p.N * p.HV * c.slabs;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(c);
+  constexpr int kStaged = kThreads * Tile::kRowsPerThread * 4 * sizeof(State);
+  static std::atomic<uint64_t> allowed{0};
+  cudaError_t e = allow_shared(commit_kernel<State, K>, kStaged, allowed);
+  if (e != cudaSuccess) return e;
+  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, kStaged, stream>>>(c);
   return cudaGetLastError();
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -72,6 +73,19 @@ __device__ __forceinline__ float log_decay(float A_log, float x) {
 
 __device__ __forceinline__ void count_error(int64_t* errors, ErrorKind kind) {
   if (errors != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(errors) + kind, 1ull);
+}
+
+// Dynamic shared memory above 48 KB has to be asked for once per kernel and device.
+template <class Kernel>
+cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& done) {
+  int device = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e != cudaSuccess) return e;
+  const uint64_t bit = device < 64 ? 1ull << device : 0;
+  if (done.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  if ((e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) != cudaSuccess) return e;
+  done.fetch_or(bit, std::memory_order_relaxed);
+  return cudaSuccess;
 }
 
 __host__ __device__ constexpr int element_size(DType d) { return d == DType::kFloat32 ? 4 : 2; }

@@ -8,6 +8,15 @@ namespace cuda {
 
 int launch_verify_generic(const VerifyParams& p, cudaStream_t stream);
 
+// One function per instantiation file; cudaErrorNotSupported: does not fit, try the next.
+int launch_verify_block_k64(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
+int launch_verify_block_k128(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
+int launch_verify_block_k256(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
+int launch_verify_stream_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_stream_half(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_stream_f32_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_stream_half_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+
 // Convolution, SiLU and rounding of channel c at node t. Past the root the taps continue in the convolution state.
 __device__ __forceinline__ float conv_silu(const VerifyParams& p, int n, int t, const int* parent, int64_t slot, int c) {
   float acc = p.conv_bias != nullptr ? load_float(p.conv_bias, c, p.act_dtype) : 0.f;
