@@ -1,0 +1,427 @@
+// commit: S_a = e^{G_a} S0 + sum over the accepted path of e^{G_a-G_j} u_j k_j^T, for all layers in one launch, and the
+// convolution state of the same rows. A thread owns RowsPerThread x 4 state elements; they are on their way while the
+// block walks the path and gathers u and k. Derivation and figures: docs/kernels.md.
+#include <initializer_list>
+
+#include "common.cuh"
+
+namespace treewy {
+namespace cuda {
+namespace {
+
+
+constexpr int kThreads = 256;
+constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
+#ifndef COMMIT_BLOCKS
+#define COMMIT_BLOCKS 3
+#endif
+constexpr int kCommitBlocks = COMMIT_BLOCKS;
+constexpr int kConvChannels = 1024;   // channels of one convolution block
+
+struct CommitLaunch {
+  CommitParams p;
+  int slabs;            // blocks per (layer, request, head)
+  int conv_blocks;      // blocks per (layer, request)
+  int conv_total;       // conv_blocks * L * N; these blocks come first
+  int heads_per_key;    // HV / H
+  bool vector_stash;    // u and k rows can be read 16 bytes at a time
+  bool vector_state;    // state rows are aligned for 4-element accesses
+};
+
+__device__ __forceinline__ float4 staged_state4(const float* s) { return *reinterpret_cast<const float4*>(s); }
+template <class Half>
+__device__ __forceinline__ float4 staged_state4(const Half* s) {
+  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
+  const uint2 w = *reinterpret_cast<const uint2*>(s);
+  const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+template <class State>
+__device__ __forceinline__ float4 load_state4(const State* s) {
+  return make_float4(float(s[0]), float(s[1]), float(s[2]), float(s[3]));
+}
+__device__ __forceinline__ void store_state4(float* s, float4 x, bool vec) {
+  if (vec) {
+    __stcs(reinterpret_cast<float4*>(s), x);
+  } else {
+    s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
+  }
+}
+template <class Half>
+__device__ __forceinline__ void store_state4(Half* s, float4 x, bool vec) {
+  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
+  uint32_t lo = pack_half2(x.x, x.y, is_bf16), hi = pack_half2(x.z, x.w, is_bf16);
+  if (vec) {
+    __stcs(reinterpret_cast<uint2*>(s), make_uint2(lo, hi));
+  } else {
+    uint16_t* raw = reinterpret_cast<uint16_t*>(s);
+    raw[0] = lo & 0xffff, raw[1] = lo >> 16, raw[2] = hi & 0xffff, raw[3] = hi >> 16;
+  }
+}
+
+// What a row asks for, after its checks. Every block of the row reaches the same verdict; one counts the error.
+struct Row {
+  bool active;
+  int64_t slot;
+  int node;
+  int64_t track_slot;  // -1: none
+  int track_node;
+};
+
+__device__ __forceinline__ Row read_row(const CommitParams& p, int n, ErrorKind& kind, bool& error) {
+  Row r{false, -1, -1, -1, -1};
+  error = false;
+  int64_t slot = load_index(p.state_indices, n);
+  int64_t node = load_index(p.accepted, n);
+  int64_t track_slot = -1, track_node = -1;
+  if (p.track_indices.data != nullptr && p.track_nodes.data != nullptr) {
+    track_slot = load_index(p.track_indices, n);
+    track_node = load_index(p.track_nodes, n);
+  }
+  if (slot == -1) return r;
+  if (slot < -1 || slot >= p.slots) {
+    kind = kErrorStateIndex;
+    error = true;
+    return r;
+  }
+  if (node == -1) return r;
+  if (node < -1 || node >= p.T) {
+    kind = kErrorAcceptedNode;
+    error = true;
+    return r;
+  }
+  if (track_slot < -1 || track_slot >= p.slots || track_node < -1 || track_node >= p.T) {
+    kind = kErrorTrack;
+    error = true;
+    return r;
+  }
+  r.active = true;
+  r.slot = slot;
+  r.node = static_cast<int>(node);
+  if (track_slot >= 0 && track_node >= 0 && track_slot != slot) {
+    r.track_slot = track_slot;
+    r.track_node = static_cast<int>(track_node);
+  }
+  return r;
+}
+
+// Path of the accepted node, itself first, in shared memory of the warp's own: every warp walks by itself, which costs
+// less than a second barrier. length 0: the row must be skipped. All threads of a block call this.
+struct Path {
+  int length, track_at;
+};
+
+__device__ __forceinline__ Path walk_path(const CommitParams& p, const Row& r, int n, bool counts, int* parent, int* path) {
+  const int tid = threadIdx.x, lane = tid & 31;
+  Path result{0, -1};
+  if (p.parents == nullptr) {
+    for (int i = lane; i <= r.node; i += 32) path[i] = r.node - i;
+    result.length = r.node + 1;
+    if (r.track_slot >= 0) result.track_at = r.node - r.track_node;
+  } else {
+    int bad = 0;
+    if (tid < p.T) {
+      const int q = p.parents[n * p.parents_stride_row + tid];
+      bad = q < -1 || q >= tid;
+      parent[tid] = q;
+    }
+    if (__syncthreads_or(bad)) {
+      if (counts && tid == 0) count_error(p.errors, kErrorParent);
+      return result;
+    }
+    for (int t = r.node; t >= 0; t = parent[t]) {
+      if (t == r.track_node) result.track_at = result.length;
+      if (lane == 0) path[result.length] = t;
+      ++result.length;
+    }
+  }
+  __syncwarp();
+  if (r.track_slot >= 0 && result.track_at < 0) {
+    if (counts && tid == 0) count_error(p.errors, kErrorTrack);
+    result.length = 0;
+  }
+  return result;
+}
+
+template <class State, int K>
+struct CommitTile {
+  static constexpr int kLanesPerRow = K / 4;
+  static constexpr int kRowsPerThread = K == 64 ? 4 : 8;
+  static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
+};
+
+// Eight consecutive values of a stash row as float32.
+__device__ __forceinline__ void load8(const void* base, int64_t at, DType dtype, bool vec, float (&x)[8]) {
+  if (vec && dtype != DType::kFloat32) {
+    const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + at);
+    const uint32_t ww[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 f = unpack_half2(ww[i], dtype == DType::kBFloat16);
+      x[2 * i] = f.x, x[2 * i + 1] = f.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = load_float(base, at + i, dtype);
+  }
+}
+
+template <class State, int K>
+__device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
+  using Tile = CommitTile<State, K>;
+  constexpr int RPT = Tile::kRowsPerThread;
+  const CommitParams& p = c.p;
+  __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
+  __shared__ __align__(16) float ks[kPathChunk][K];
+  __shared__ __align__(16) float us[kPathChunk][Tile::kRows];
+
+  const int slab = block % c.slabs;
+  const int rest = block / c.slabs;
+  const int hv = rest % p.HV;
+  const int rest2 = rest / p.HV;
+  const int n = rest2 % p.N;
+  const int l = rest2 / p.N;
+  const int tid = threadIdx.x, lane = tid & 31;
+  const bool counts = l == 0 && hv == 0 && slab == 0;
+
+  ErrorKind kind = kErrorStateIndex;
+  bool error;
+  const Row r = read_row(p, n, kind, error);
+  if (error && counts && tid == 0) count_error(p.errors, kind);
+  if (!r.active) return;
+
+  const int col = tid % Tile::kLanesPerRow * 4, row0 = tid / Tile::kLanesPerRow * RPT;
+  const int first_row = slab * Tile::kRows;
+  State* pool = static_cast<State*>(p.state) + l * p.state_stride_layer + hv * p.state_stride_head + (first_row + row0) * K + col;
+  State* tile = pool + r.slot * p.state_stride_slot;
+  // The old state waits in shared memory that only this thread reads, so that the walk and the gathers below keep their
+  // registers and more blocks fit.
+  extern __shared__ __align__(16) unsigned char staged[];
+  State* mine = reinterpret_cast<State*>(staged) + tid * 4;
+  if (c.vector_state) {
+#pragma unroll
+    for (int i = 0; i < RPT; ++i) {
+      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(mine + i * kThreads * 4));
+      if constexpr (sizeof(State) == 4) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(tile + i * K) : "memory");
+      } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(tile + i * K) : "memory");
+      }
+    }
+  }
+
+  const int* nodes = paths[tid >> 5];
+  const Path path = walk_path(p, r, n, counts, parent, paths[tid >> 5]);
+  if (path.length == 0) return;
+  const bool track = r.track_slot >= 0;
+  const int h = hv / c.heads_per_key;
+  const float* g = p.stash.g + l * p.g_stride_layer + n * p.stash.g_stride_row + hv * p.stash.g_stride_head;
+  const float* u = p.stash.u + l * p.u_stride_layer + n * p.stash.u_stride_row + hv * p.stash.u_stride_head + first_row;
+  const int64_t k_base = l * p.k_stride_layer + n * p.stash.k_stride_row + h * p.stash.k_stride_head;
+  const float* rn = p.stash.k_rnorm + l * p.k_rnorm_stride_layer + n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head;
+
+  // The track state first: the row's own slot still holds the old state for the second pass.
+#pragma unroll 1
+  for (int pass = track ? 1 : 0; pass >= 0; --pass) {
+    const int from = pass == 1 ? path.track_at : 0;
+    float4 acc[RPT];
+    // e^{G_a}: the sum of every decay on the path, in the order in which the weights accumulate it below.
+    float sum = 0.f;
+    for (int base = from; base < path.length; base += 32) {
+      float x = base + lane < path.length ? g[nodes[base + lane]] : 0.f;
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
+      sum += x;
+    }
+    const float decay = expf(sum);
+    float before = 0.f;  // decay sum of path[from..base)
+#pragma unroll 1
+    for (int base = from; base < path.length; base += kPathChunk) {
+      const int count = min(kPathChunk, path.length - base);
+      // Lane j of every warp: weight of path[base + j].
+      float inclusive = lane < count ? g[nodes[base + lane]] : 0.f;
+#pragma unroll
+      for (int d = 1; d < kPathChunk; d *= 2) {
+        const float y = __shfl_up_sync(0xffffffffu, inclusive, d);
+        if (lane >= d) inclusive += y;
+      }
+      float exclusive = __shfl_up_sync(0xffffffffu, inclusive, 1);
+      if (lane == 0) exclusive = 0.f;
+      const float weight = expf(before + exclusive);
+      before += __shfl_sync(0xffffffffu, inclusive, kPathChunk - 1);
+      if (base > from) __syncthreads();
+      // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
+      static_assert(kPathChunk * K / 8 % kThreads == 0 || kPathChunk * K / 8 < kThreads, "");
+      constexpr int kPiecesK = kPathChunk * K / 8, kPiecesU = kPathChunk * Tile::kRows / 4;
+#pragma unroll
+      for (int first = 0; first < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); first += kThreads) {
+        const int jk = (first + tid) / (K / 8), ck = (first + tid) % (K / 8) * 8;
+        const int ju = (first + tid) / (Tile::kRows / 4), cu = (first + tid) % (Tile::kRows / 4) * 4;
+        const bool has_k = first + tid < kPiecesK && jk < count, has_u = first + tid < kPiecesU && ju < count;
+        float x[8], norm = 0.f;
+        float4 uu = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (has_k) {
+          const int node_k = nodes[base + jk];
+          load8(p.stash.k, k_base + node_k * K + ck, p.act_dtype, c.vector_stash, x);
+          norm = rn[node_k];
+        }
+        if (has_u) {
+          const float* at = u + nodes[base + ju] * K + cu;
+          uu = c.vector_stash ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
+        }
+        if (has_k) {
+          *reinterpret_cast<float4*>(&ks[jk][ck]) = make_float4(x[0] * norm, x[1] * norm, x[2] * norm, x[3] * norm);
+          *reinterpret_cast<float4*>(&ks[jk][ck + 4]) = make_float4(x[4] * norm, x[5] * norm, x[6] * norm, x[7] * norm);
+        }
+        if (has_u) *reinterpret_cast<float4*>(&us[ju][cu]) = uu;
+      }
+      __syncthreads();
+      if (base == from) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < RPT; ++i) {
+          const float4 x = c.vector_state ? staged_state4(mine + i * kThreads * 4) : load_state4(tile + i * K);
+          acc[i] = make_float4(x.x * decay, x.y * decay, x.z * decay, x.w * decay);
+        }
+      }
+#pragma unroll 1
+      for (int j = 0; j < count; ++j) {
+        const float w = __shfl_sync(0xffffffffu, weight, j);
+        float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
+        kk = make_float4(kk.x * w, kk.y * w, kk.z * w, kk.w * w);
+#pragma unroll
+        for (int i4 = 0; i4 < RPT; i4 += 4) {
+          const float4 uu = *reinterpret_cast<const float4*>(&us[j][row0 + i4]);
+          const float ui[4] = {uu.x, uu.y, uu.z, uu.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            acc[i4 + i].x = fmaf(ui[i], kk.x, acc[i4 + i].x);
+            acc[i4 + i].y = fmaf(ui[i], kk.y, acc[i4 + i].y);
+            acc[i4 + i].z = fmaf(ui[i], kk.z, acc[i4 + i].z);
+            acc[i4 + i].w = fmaf(ui[i], kk.w, acc[i4 + i].w);
+          }
+        }
+      }
+    }
+    State* to = pass == 1 ? pool + r.track_slot * p.state_stride_slot : tile;
+#pragma unroll
+    for (int i = 0; i < RPT; ++i) store_state4(to + i * K, acc[i], c.vector_state);
+    if (pass == 1) __syncthreads();
+  }
+}
+
+// New convolution state: the last W-1 raw inputs along root..a, older columns from the old state.
+__device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
+  const CommitParams& p = c.p;
+  __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
+  const int part = block % c.conv_blocks;
+  const int64_t rest = block / c.conv_blocks;
+  const int n = rest % p.N;
+  const int l = rest / p.N;
+  ErrorKind kind;
+  bool error;
+  Row r = read_row(p, n, kind, error);
+  if (!r.active) return;
+  const int* nodes = paths[threadIdx.x >> 5];
+  const Path path = walk_path(p, r, n, false, parent, paths[threadIdx.x >> 5]);
+  if (path.length == 0) return;
+  const int columns = p.W - 1;
+  const int64_t layer = l * p.conv_state_stride_layer;
+  const int64_t from = layer + r.slot * p.conv_state_stride_slot;
+  const int64_t raw = l * p.conv_stride_layer + n * p.stash.conv_stride_row;
+  for (int d = part * kConvChannels + threadIdx.x; d < min(p.D, (part + 1) * kConvChannels); d += kThreads) {
+    float old[kMaxConvWidth - 1];
+#pragma unroll
+    for (int w = 0; w < kMaxConvWidth - 1; ++w)
+      if (w < columns)
+        old[w] = load_float(p.conv_state, from + d * p.conv_state_stride_channel + w * p.conv_state_stride_column, p.conv_dtype);
+    for (int pass = r.track_slot >= 0 ? 1 : 0; pass >= 0; --pass) {
+      const int depth = path.length - (pass == 1 ? path.track_at : 0);
+      const int64_t to = pass == 1 ? layer + r.track_slot * p.conv_state_stride_slot : from;
+#pragma unroll
+      for (int w = 0; w < kMaxConvWidth - 1; ++w) {
+        if (w >= columns) continue;
+        const int back = columns - 1 - w;  // nodes above the accepted one
+        float x = 0.f;
+        if (back < depth) {
+          const int node = nodes[(pass == 1 ? path.track_at : 0) + back];
+          x = load_float(p.stash.conv, raw + node * p.stash.conv_stride_node + d, p.act_dtype);
+        } else {
+          const int o = w + depth;
+#pragma unroll
+          for (int i = 0; i < kMaxConvWidth - 1; ++i)
+            if (i == o) x = old[i];
+        }
+        store_float(p.conv_state, to + d * p.conv_state_stride_channel + w * p.conv_state_stride_column, x, p.conv_dtype);
+      }
+    }
+  }
+}
+
+template <class State, int K>
+__global__ void __launch_bounds__(kThreads, kCommitBlocks) commit_kernel(const __grid_constant__ CommitLaunch c) {
+  if (blockIdx.x < c.conv_total) {
+    commit_conv(c, blockIdx.x);
+  } else {
+    commit_state<State, K>(c, blockIdx.x - c.conv_total);
+  }
+}
+
+template <class State, int K>
+int launch(const CommitParams& p, cudaStream_t stream) {
+  using Tile = CommitTile<State, K>;
+  CommitLaunch c{};
+  c.p = p;
+  c.slabs = p.V / Tile::kRows;
+  c.conv_blocks = p.conv_state != nullptr && p.D > 0 ? (p.D + kConvChannels - 1) / kConvChannels : 0;
+  c.conv_total = c.conv_blocks * p.L * p.N;
+  const int64_t align = 4 * sizeof(State);
+  auto aligned = [&](int64_t stride) { return stride * static_cast<int64_t>(sizeof(State)) % align == 0; };
+  c.vector_state = reinterpret_cast<uintptr_t>(p.state) % align == 0 && aligned(p.state_stride_layer) &&
+                   aligned(p.state_stride_slot) && aligned(p.state_stride_head);
+  c.heads_per_key = p.HV / p.H;
+  const StashLayer& st = p.stash;
+  auto stash_aligned = [&](const void* base, int size, std::initializer_list<int64_t> strides) {
+    bool ok = reinterpret_cast<uintptr_t>(base) % 16 == 0;
+    for (int64_t x : strides) ok = ok && x * size % 16 == 0;
+    return ok;
+  };
+  c.vector_stash = stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
+                   stash_aligned(st.k, element_size(p.act_dtype), {p.k_stride_layer, st.k_stride_row, st.k_stride_head});
+  const int64_t blocks = c.conv_total + static_cast<int64_t>(p.L) * p.N * p.HV * c.slabs;
+  if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  constexpr int kStaged = kThreads * Tile::kRowsPerThread * 4 * sizeof(State);
+  static std::atomic<uint64_t> allowed{0};
+  cudaError_t e = allow_shared(commit_kernel<State, K>, kStaged, allowed);
+  if (e != cudaSuccess) return e;
+  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, kStaged, stream>>>(c);
+  return cudaGetLastError();
+}
+
+template <class State>
+int dispatch_dim(const CommitParams& p, cudaStream_t stream) {
+  switch (p.K) {
+    case 64: return launch<State, 64>(p, stream);
+    case 128: return launch<State, 128>(p, stream);
+    case 256: return launch<State, 256>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace cuda
+
+int launch_commit_cuda(const CommitParams& p, void* stream) {
+  if (p.L == 0 || p.N == 0 || p.T == 0) return cudaSuccess;
+  if (p.T > kMaxNodes || p.K != p.V || p.H <= 0 || p.HV % p.H != 0 || (p.conv_state != nullptr && p.W > kMaxConvWidth))
+    return cudaErrorInvalidValue;
+  cudaStream_t s = static_cast<cudaStream_t>(stream);
+  switch (p.state_dtype) {
+    case DType::kFloat32: return cuda::dispatch_dim<float>(p, s);
+    case DType::kBFloat16: return cuda::dispatch_dim<__nv_bfloat16>(p, s);
+    case DType::kFloat16: return cuda::dispatch_dim<__half>(p, s);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace treewy

@@ -1,0 +1,61 @@
+// verify, one block a tile: 16 channels a warp, preparation and solve in the same warps with two barriers between them.
+// The simple arrangement; drafts and shapes that verify_stream.cuh is not built for.
+#pragma once
+
+#include "verify_parts.cuh"
+
+namespace treewy {
+namespace cuda {
+
+constexpr int kBlockMaxWarps = 8;
+
+template <class Tile>
+__global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(const __grid_constant__ VerifyParams p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, warps = blockDim.x >> 5;
+  const int slab = blockIdx.x, hv = blockIdx.y, n = blockIdx.z;
+  const int rep = p.HV / p.H, h = hv / rep;
+  const int rows = warps * 16, first_row = slab * rows, row0 = first_row + warp * 16;
+  const bool counts = tid == 0 && hv == 0 && slab == 0, writes_k = hv == h * rep && slab == 0;
+  const Prep<Tile> s(shared, p.T);
+
+  const int64_t slot = load_index(p.state_indices, n);
+  if (slot < 0 || slot >= p.slots) {
+    if (counts && slot != -1) count_error(p.errors, kErrorStateIndex);
+    write_zeros(p, n, hv, first_row, rows, tid, blockDim.x);
+    return;
+  }
+  const int64_t state_at = slot * p.state_stride_slot + hv * p.state_stride_head + static_cast<int64_t>(row0) * Tile::K;
+  StateFragments<Tile> state;
+  state.load(p.state, state_at, lane, 0);
+
+  if (__syncthreads_or(load_parents(p, n, s, tid, blockDim.x))) {
+    if (counts) count_error(p.errors, kErrorParent);
+    write_zeros(p, n, hv, first_row, rows, tid, blockDim.x);
+    return;
+  }
+  if (warp == warps - 1) prepare_gates<Tile>(p, n, hv, slab == 0, s, lane);
+  stage_rows<Tile>(p, n, h, slot, writes_k, s, warp, warps, lane);
+  __syncthreads();
+  prepare_coefficients<Tile>(s, warp, warps, lane);
+  solve_rows<Tile>(p, n, hv, slot, row0, lane, s, state, state_at, [] {
+    __syncthreads();
+    return true;
+  });
+}
+
+template <class Tile>
+int launch_verify_block(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
+  static std::atomic<uint64_t> allowed{0};
+  const int bytes = Prep<Tile>::bytes(p.T);
+  if (bytes > shared_limit) return cudaErrorNotSupported;
+  if (bytes > 48 * 1024) {
+    cudaError_t e = allow_shared(verify_block_kernel<Tile>, shared_limit, allowed);
+    if (e != cudaSuccess) return e;
+  }
+  verify_block_kernel<Tile><<<dim3(p.V / (16 * warps), p.HV, p.N), warps * 32, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace cuda
+}  // namespace treewy

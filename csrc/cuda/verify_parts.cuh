@@ -1,0 +1,775 @@
+// What the tensor-core verify kernels are made of: the state as mma fragments, the preparation that is common to a head
+// (normalised rows, decays, ancestor sets, coefficients), and the solve of 16 value channels by one warp.
+//
+// float32 accuracy comes from splitting a float32 operand x into two float16 parts, hi = f16(x), lo = f16(x - hi), which
+// together carry 22 to 24 bits; a power of two per row keeps both parts in range. k and q are born with at most 11
+// significant bits and need one part only. Derivation, roofline and figures: docs/kernels.md.
+#pragma once
+
+#include "common.cuh"
+#include "verify_common.cuh"
+
+namespace treewy {
+namespace cuda {
+
+// Tile sizes, all in one place. NT: n-tiles of 8 nodes that the kernel is built for.
+template <int K_, int NT_, bool HalfState_, bool Conv_>
+struct VerifyTile {
+  static constexpr int K = K_, NT = NT_;
+  static constexpr bool kHalfState = HalfState_, kConv = Conv_;
+  static constexpr int kChunk = K < 128 ? K : 128;        // state columns held in registers: 64 words a lane at 128
+  static constexpr int kChunks = K / kChunk;
+  static constexpr int kSteps = kChunk / 16;              // mma k-steps a chunk
+  static constexpr int kBlockTiles = NT == 1 ? 1 : 2;     // n-tiles of a node block
+  static constexpr int kBlockNodes = 8 * kBlockTiles;
+  static constexpr int kBlocks = NT / kBlockTiles;
+  static constexpr int kWords = NT <= 4 ? 1 : NT / 4;     // words of an ancestor set
+  static constexpr int kDiagFloats = kBlockNodes * 4 * 4 * kBlockTiles;
+};
+
+constexpr float kCoefficientScale = 16384.f;  // coefficients are at most 1: this keeps their low parts normal float16
+
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float4 load_stream_f4(const float* p) {
+  float4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
+  return x;
+}
+__device__ __forceinline__ uint2 load_stream_u2(const void* p) {
+  uint2 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t f16x2(float lo, float hi) {
+  __half2 h = __floats2half2_rn(lo, hi);
+  return *reinterpret_cast<uint32_t*>(&h);
+}
+// x, y -> packed high parts and packed low parts.
+__device__ __forceinline__ void split(float x, float y, uint32_t& hi, uint32_t& lo) {
+  hi = f16x2(x, y);
+  float2 h = __half22float2(*reinterpret_cast<__half2*>(&hi));
+  lo = f16x2(x - h.x, y - h.y);
+}
+// Power of two that brings m into [2^14, 2^15), and its inverse; exact, clamped away from subnormals.
+__device__ __forceinline__ void pow2_scale(float m, float& scale, float& inverse) {
+  int e = max(static_cast<int>(__float_as_uint(m) >> 23), 27);
+  scale = __uint_as_float(static_cast<uint32_t>(268 - e) << 23);
+  inverse = __uint_as_float(static_cast<uint32_t>(e - 14) << 23);
+}
+
+// State rows of a warp as mma A fragments. Lane (g, q4) holds rows 2g and 2g+1 (fragment rows g and g+8) and, of each
+// 16-column step, the columns 4*q4..4*q4+3, so that one 16-byte load gives a lane its share and a quad reads 64
+// contiguous bytes. The order of columns inside a step is free as long as B agrees.
+template <class Tile>
+struct StateFragments {
+  static constexpr int kSteps = Tile::kSteps;
+  float raw[Tile::kHalfState ? 1 : 2][Tile::kHalfState ? 1 : kSteps][4];
+  uint2 raw_half[Tile::kHalfState ? 2 : 1][Tile::kHalfState ? kSteps : 1];
+  uint32_t hi[kSteps][4];
+  uint32_t lo[Tile::kHalfState ? 1 : kSteps][4];
+  float inverse[2];
+
+  __device__ __forceinline__ void load(const void* state, int64_t row_offset, int lane, int chunk) {
+    const int64_t at = row_offset + (lane >> 2) * 2 * Tile::K + chunk * Tile::kChunk + (lane & 3) * 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if constexpr (Tile::kHalfState) {
+          raw_half[r][s] = load_stream_u2(static_cast<const uint16_t*>(state) + at + r * Tile::K + s * 16);
+        } else {
+          float4 x = load_stream_f4(static_cast<const float*>(state) + at + r * Tile::K + s * 16);
+          raw[r][s][0] = x.x, raw[r][s][1] = x.y, raw[r][s][2] = x.z, raw[r][s][3] = x.w;
+        }
+      }
+    }
+  }
+
+  // The lane's own share again, from where prefetch() put it.
+  __device__ __forceinline__ void fetch(const unsigned char* buffer, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if constexpr (Tile::kHalfState) {
+          raw_half[r][s] = *reinterpret_cast<const uint2*>(buffer + (r * kSteps + s) * 256 + lane * 8);
+        } else {
+          const float4 x = *reinterpret_cast<const float4*>(buffer + (r * kSteps + s) * 512 + lane * 16);
+          raw[r][s][0] = x.x, raw[r][s][1] = x.y, raw[r][s][2] = x.z, raw[r][s][3] = x.w;
+        }
+      }
+    }
+  }
+  static constexpr int kBytes = 2 * kSteps * (Tile::kHalfState ? 256 : 512);  // a warp's rows in shared memory
+  // Asynchronous copies into memory that only this lane reads: no barrier is ever needed for the state.
+  __device__ __forceinline__ static void prefetch(unsigned char* buffer, const void* state, int64_t row_offset, int lane) {
+    const int64_t at = row_offset + (lane >> 2) * 2 * Tile::K + (lane & 3) * 4;
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) + lane * (Tile::kHalfState ? 8 : 16);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if constexpr (Tile::kHalfState) {
+          asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + (r * kSteps + s) * 256),
+                       "l"(static_cast<const uint16_t*>(state) + at + r * Tile::K + s * 16) : "memory");
+        } else {
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (r * kSteps + s) * 512),
+                       "l"(static_cast<const float*>(state) + at + r * Tile::K + s * 16) : "memory");
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void convert(bool is_bf16) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float m = 0.f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if constexpr (Tile::kHalfState) {
+          float2 a = unpack_half2(raw_half[r][s].x, is_bf16), b = unpack_half2(raw_half[r][s].y, is_bf16);
+          m = fmaxf(fmaxf(m, fmaxf(fabsf(a.x), fabsf(a.y))), fmaxf(fabsf(b.x), fabsf(b.y)));
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) m = fmaxf(m, fabsf(raw[r][s][e]));
+        }
+      }
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      float scale;
+      pow2_scale(m, scale, inverse[r]);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if constexpr (Tile::kHalfState) {
+          float2 a = unpack_half2(raw_half[r][s].x, is_bf16), b = unpack_half2(raw_half[r][s].y, is_bf16);
+          hi[s][r] = f16x2(a.x * scale, a.y * scale);
+          hi[s][2 + r] = f16x2(b.x * scale, b.y * scale);
+        } else {
+          split(raw[r][s][0] * scale, raw[r][s][1] * scale, hi[s][r], lo[s][r]);
+          split(raw[r][s][2] * scale, raw[r][s][3] * scale, hi[s][2 + r], lo[s][2 + r]);
+        }
+      }
+    }
+  }
+
+  // c = (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Separate chains for the
+  // two halves of the columns and for the low parts: short chains lose less to the tensor cores' truncating adds.
+  __device__ __forceinline__ void multiply(float (&c)[4], const uint4* b, int lane, int chunk) const {
+    float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f}, cl[4] = {0.f, 0.f, 0.f, 0.f};
+    const int odd = (lane >> 2) & 1;
+#pragma unroll
+    for (int s = 0; s < kSteps; s += 2) {
+      const uint4 w = b[((chunk * (kSteps / 2) + s / 2) ^ odd) * 4 + (lane & 3)];
+      if constexpr (!Tile::kHalfState) {
+        mma(cl, lo[s], w.x, w.y);
+        mma(cl, lo[s + 1], w.z, w.w);
+      }
+      if (s < kSteps / 2) {
+        mma(c0, hi[s], w.x, w.y);
+        mma(c0, hi[s + 1], w.z, w.w);
+      } else {
+        mma(c1, hi[s], w.x, w.y);
+        mma(c1, hi[s + 1], w.z, w.w);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[e] += ((c0[e] + c1[e]) + cl[e]) * inverse[e >> 1];
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Preparation of one (request, value head) in shared memory.
+template <class Tile>
+struct Prep {
+  int Tpad;
+  uint4* kq;          // [2][Tpad][K] float16: scaled k and q rows, columns in fragment order
+  float* diag;        // [blocks][j][quad][k tiles, q tiles][2]: coefficients inside a block, float32
+  uint4* hist;        // [pairs][k, q][16 nodes][quad] hi, hi, lo, lo: coefficients against earlier blocks
+  float2* gate;       // [Tpad] beta, e^G
+  float2* G;          // [Tpad] G in two floats
+  float* rk;          // [Tpad] inverse norm of the scaled k row
+  float* rq;          // [Tpad] the same of q
+  int* parent;        // [Tpad]
+  uint32_t* bits;     // [Tpad][kWords] ancestor set, own bit included
+  int* jump;          // [Tpad] scratch
+  int* skip;          // nonzero: the row is skipped
+
+  __host__ __device__ static int nodes(int T) { return (T + Tile::kBlockNodes - 1) / Tile::kBlockNodes * Tile::kBlockNodes; }
+  __host__ __device__ static int bytes(int T) {
+    const int Tpad = nodes(T), blocks = Tpad / Tile::kBlockNodes;
+    return 2 * Tpad * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
+           Tpad * 4 * (8 + Tile::kWords) + 16;
+  }
+  __device__ __forceinline__ Prep(unsigned char* base, int T) {
+    Tpad = nodes(T);
+    const int blocks = Tpad / Tile::kBlockNodes;
+    kq = reinterpret_cast<uint4*>(base);
+    diag = reinterpret_cast<float*>(base + 2 * Tpad * Tile::K * 2);
+    hist = reinterpret_cast<uint4*>(diag + blocks * Tile::kDiagFloats);
+    gate = reinterpret_cast<float2*>(hist + blocks * (blocks - 1) / 2 * 128);
+    G = gate + Tpad;
+    rk = reinterpret_cast<float*>(G + Tpad);
+    rq = rk + Tpad;
+    parent = reinterpret_cast<int*>(rq + Tpad);
+    bits = reinterpret_cast<uint32_t*>(parent + Tpad);
+    jump = reinterpret_cast<int*>(bits + Tpad * Tile::kWords);
+    skip = jump + Tpad;
+  }
+};
+
+// Parents of the row into shared memory; nonzero if one is unsound.
+template <class Tile>
+__device__ __forceinline__ int load_parents(const VerifyParams& p, int n, const Prep<Tile>& s, int tid, int threads) {
+  int bad = 0;
+  for (int t = tid; t < s.Tpad; t += threads) {
+    const int q = t < p.T ? (p.parents != nullptr ? p.parents[n * p.parents_stride_row + t] : t - 1) : -1;
+    bad |= q < -1 || q >= t;
+    s.parent[t] = q;
+  }
+  return bad;
+}
+
+// Gates, G in float64 and ancestor sets by pointer doubling. One warp; `parent` must be there.
+template <class Tile>
+__device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int hv, bool writes_g, const Prep<Tile>& s, int lane) {
+  constexpr int NT = Tile::NT, kPerLane = NT <= 4 ? 1 : NT / 4;
+  const int T = p.T;
+  const int64_t token0 = static_cast<int64_t>(n) * T;
+  const float A = load_float(p.A_log, hv, p.A_log_dtype), dt = load_float(p.dt_bias, hv, p.dt_bias_dtype);
+  double G[kPerLane];
+  float beta[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int t = lane + 32 * i;
+    float own = 0.f;
+    beta[i] = 0.f;
+    if (t < T) {
+      own = log_decay(A, load_float(p.a, (token0 + t) * p.a_stride_token + hv, p.act_dtype) + dt);
+      beta[i] = sigmoid(load_float(p.b, (token0 + t) * p.b_stride_token + hv, p.act_dtype));
+      if (writes_g) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = own;
+    }
+    G[i] = own;
+  }
+  if constexpr (NT <= 4) {
+    int up = lane < T ? s.parent[lane] : -1;
+    uint32_t set = lane < T ? 1u << lane : 0u;
+    for (int reach = 1; reach < T; reach *= 2) {
+      const double G_up = __shfl_sync(0xffffffffu, G[0], up & 31);
+      const uint32_t set_up = __shfl_sync(0xffffffffu, set, up & 31);
+      const int up_up = __shfl_sync(0xffffffffu, up, up & 31);
+      if (up >= 0) {
+        G[0] += G_up;
+        set |= set_up;
+        up = up_up;
+      }
+    }
+    if (lane < s.Tpad) s.bits[lane] = set;
+  } else {
+    double* Gd = reinterpret_cast<double*>(s.diag);  // free until the coefficients are written
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int t = lane + 32 * i;
+      if (t < s.Tpad) {
+        Gd[t] = G[i];
+        s.jump[t] = s.parent[t];
+        for (int w = 0; w < Tile::kWords; ++w) s.bits[t * Tile::kWords + w] = t < T && w == i ? 1u << lane : 0u;
+      }
+    }
+    __syncwarp();
+    for (int reach = 1; reach < T; reach *= 2) {
+      double Gn[kPerLane];
+      int jn[kPerLane];
+      uint32_t bn[kPerLane][Tile::kWords];
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int t = lane + 32 * i;
+        const int up = t < T ? s.jump[t] : -1;
+        jn[i] = -1;
+        Gn[i] = 0.0;
+#pragma unroll
+        for (int w = 0; w < Tile::kWords; ++w) bn[i][w] = 0u;
+        if (up >= 0) {
+          Gn[i] = Gd[up];
+          jn[i] = s.jump[up];
+#pragma unroll
+          for (int w = 0; w < Tile::kWords; ++w) bn[i][w] = s.bits[up * Tile::kWords + w];
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int t = lane + 32 * i;
+        if (t < T) {
+          G[i] += Gn[i];
+          Gd[t] = G[i];
+          s.jump[t] = jn[i];
+#pragma unroll
+          for (int w = 0; w < Tile::kWords; ++w) s.bits[t * Tile::kWords + w] |= bn[i][w];
+        }
+      }
+      __syncwarp();
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int t = lane + 32 * i;
+    if (t < s.Tpad) {
+      const float hi = static_cast<float>(G[i]), lo = static_cast<float>(G[i] - static_cast<double>(hi));
+      const float e = expf(hi);
+      s.G[t] = make_float2(hi, lo);
+      s.gate[t] = make_float2(beta[i], t < T ? fmaf(e, lo, e) : 0.f);
+    }
+  }
+}
+
+// 1 / sqrt(x) to an ulp: the hardware's estimate and one Newton step.
+__device__ __forceinline__ float rsqrt_exact(float x) {
+  const float y = rsqrtf(x);
+  return fmaf(0.5f * y, fmaf(-x * y, y, 1.f), y);
+}
+
+// Eight channels of a k or q row: norm, power-of-two scale, float16, fragment order. kLanes lanes share a row.
+template <class Tile>
+__device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, bool writes_k, const Prep<Tile>& s, int kind, int t,
+                                          int i, uint4 raw, bool act_bf16) {
+  constexpr int K = Tile::K, kLanes = K / 8;
+  float x[8];
+  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 f = unpack_half2(w[j], act_bf16);
+    x[2 * j] = f.x, x[2 * j + 1] = f.y;
+  }
+  float m = 0.f, sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    m = fmaxf(m, fabsf(x[j]));
+    sum = fmaf(x[j], x[j], sum);
+  }
+#pragma unroll
+  for (int d = kLanes / 2; d > 0; d /= 2) {
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+    sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  }
+  float scale, inverse;
+  pow2_scale(m, scale, inverse);
+  const float r = rsqrt_exact(sum + 1e-6f);
+  if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = r * inverse;
+  if (kind == 0 && writes_k && t < p.T) {
+    uint16_t* to = static_cast<uint16_t*>(p.stash.k) + n * p.stash.k_stride_row + h * p.stash.k_stride_head + static_cast<int64_t>(t) * K;
+    *reinterpret_cast<uint4*>(to + i * 8) = raw;
+    if (i == 0) p.stash.k_rnorm[n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head + t] = r;
+  }
+  // Columns 8i..8i+7 are two groups of four: group c goes to step pair c/8, lane c%4, first or second step (c%8)/4.
+  uint2* row = reinterpret_cast<uint2*>(s.kq + (kind * s.Tpad + t) * (K / 8));
+  const int pair = (i / 4) ^ (t & 1), to = pair * 8 + ((2 * i) & 3) * 2 + ((i & 3) >> 1);
+  row[to] = make_uint2(f16x2(x[0] * scale, x[1] * scale), f16x2(x[2] * scale, x[3] * scale));
+  row[to + 2] = make_uint2(f16x2(x[4] * scale, x[5] * scale), f16x2(x[6] * scale, x[7] * scale));
+}
+
+// All k and q rows of the row's key head, by `warps` warps.
+template <class Tile>
+__device__ __forceinline__ void stage_rows(const VerifyParams& p, int n, int h, int64_t slot, bool writes_k, const Prep<Tile>& s,
+                                           int warp, int warps, int lane) {
+  constexpr int K = Tile::K, kLanes = K / 8;
+  const bool act_bf16 = p.act_dtype == DType::kBFloat16;
+  const int T = p.T;
+  const int64_t token0 = static_cast<int64_t>(n) * T;
+  const int sub = lane / kLanes, i = lane % kLanes;
+  const int limit = K == 64 ? s.Tpad / 2 : K == 256 ? 2 * s.Tpad : s.Tpad;
+  auto kind_of = [&](int it) { return K == 64 ? sub & 1 : K == 256 ? it & 1 : sub; };  // 0: k, 1: q
+  auto node_of = [&](int it) { return K == 64 ? it * 2 + (sub >> 1) : K == 256 ? it >> 1 : it; };
+  if constexpr (!Tile::kConv) {
+    constexpr int kBatch = Tile::NT <= 2 ? 4 : Tile::NT == 4 ? 8 : 16;  // rows whose loads are in flight together
+    for (int it0 = warp; it0 < limit; it0 += warps * kBatch) {
+      uint4 raw[kBatch];
+#pragma unroll
+      for (int c = 0; c < kBatch; ++c) {
+        const int it = it0 + c * warps, t = node_of(it);
+        raw[c] = make_uint4(0u, 0u, 0u, 0u);
+        if (it < limit && t < T) {
+          const uint16_t* from = kind_of(it) == 0
+                                     ? static_cast<const uint16_t*>(p.k) + (token0 + t) * p.k_stride_token + h * p.k_stride_head
+                                     : static_cast<const uint16_t*>(p.q) + (token0 + t) * p.q_stride_token + h * p.q_stride_head;
+          raw[c] = *reinterpret_cast<const uint4*>(from + i * 8);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kBatch; ++c) {
+        const int it = it0 + c * warps;
+        if (it < limit) stage_row<Tile>(p, n, h, writes_k, s, kind_of(it), node_of(it), i, raw[c], act_bf16);
+      }
+    }
+  } else {
+    int loaded = -1;
+    uint4 weight[4];
+    uint4 bias = make_uint4(0u, 0u, 0u, 0u);
+    for (int it = warp; it < limit; it += warps) {
+      const int kind = kind_of(it), t = node_of(it);
+      const int channel = (kind == 0 ? p.H * K : 0) + h * K + i * 8;
+      if (channel != loaded) {
+        const uint4* w = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_weight) + channel * 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) weight[j] = w[j];
+        if (p.conv_bias != nullptr) bias = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_bias) + channel);
+        loaded = channel;
+      }
+      uint4 raw = make_uint4(0u, 0u, 0u, 0u);
+      if (t < T) {
+        const uint16_t* mixed = static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel;
+        int node[4];  // of tap 3 - j; negative: j-th column from the right of the convolution state, less one
+        node[0] = t;
+#pragma unroll
+        for (int j = 1; j < 4; ++j) node[j] = node[j - 1] >= 0 ? s.parent[node[j - 1]] : node[j - 1] - 1;
+        uint4 in[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (node[j] >= 0) {
+            in[j] = *reinterpret_cast<const uint4*>(mixed + node[j] * p.mixed_qkv_stride_token);
+          } else {
+            const uint16_t* from = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot +
+                                   channel * p.conv_state_stride_channel + (3 + node[j]) * p.conv_state_stride_column;
+            uint32_t y[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+              y[c] = from[2 * c * p.conv_state_stride_channel] | static_cast<uint32_t>(from[(2 * c + 1) * p.conv_state_stride_channel]) << 16;
+            in[j] = make_uint4(y[0], y[1], y[2], y[3]);
+          }
+        }
+        if (writes_k)
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.stash.conv) + n * p.stash.conv_stride_row + t * p.stash.conv_stride_node + channel) = in[0];
+        uint32_t packed[4];
+        const uint32_t bb[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {  // two channels at a time
+          float2 acc = unpack_half2(bb[c], act_bf16);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const uint32_t word = c == 0 ? in[j].x : c == 1 ? in[j].y : c == 2 ? in[j].z : in[j].w;
+            const float2 y = unpack_half2(word, act_bf16);
+            const float2 w0 = unpack_half2(j < 2 ? weight[c].y : weight[c].x, act_bf16);
+            const float2 w1 = unpack_half2(j < 2 ? weight[c].w : weight[c].z, act_bf16);
+            acc.x = fmaf((j & 1) ? w0.x : w0.y, y.x, acc.x);
+            acc.y = fmaf((j & 1) ? w1.x : w1.y, y.y, acc.y);
+          }
+          packed[c] = pack_half2(silu(acc.x), silu(acc.y), act_bf16);
+        }
+        raw = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+      }
+      stage_row<Tile>(p, n, h, writes_k, s, kind, t, i, raw, act_bf16);
+    }
+  }
+}
+
+// Coefficients e^{G_t-G_j} (k_j . k_t) beta_t and e^{G_t-G_j} (k_j . q_t), j an ancestor. Task: a block of nodes t against
+// eight nodes j; tasks go round the warps.
+template <class Tile>
+__device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int warp, int warps, int lane) {
+  constexpr int K = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
+  const int g = lane >> 2, q4 = lane & 3, odd = g & 1;
+  const int blocks = s.Tpad / kBlockNodes;
+  int turn = warp;  // tasks until this warp's next one
+  for (int b = 0; b < blocks; ++b) {
+    for (int jn = 0; jn < (b + 1) * kBlockTiles; ++jn) {
+      if (turn-- != 0) continue;
+      turn = warps - 1;
+      float ck[4] = {0.f, 0.f, 0.f, 0.f}, cq[4] = {0.f, 0.f, 0.f, 0.f};
+      float ck1[4] = {0.f, 0.f, 0.f, 0.f}, cq1[4] = {0.f, 0.f, 0.f, 0.f};
+      const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + q4;
+      const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + q4;
+      const uint4* aq = ak + s.Tpad * (K / 8);
+#pragma unroll
+      for (int st = 0; st < K / 32; ++st) {
+        const int o = (st ^ odd) * 4;
+        const uint4 w = bj[o];
+        const uint4 k0 = ak[o], q0 = aq[o];
+        uint4 k1 = make_uint4(0u, 0u, 0u, 0u), q1 = k1;
+        if constexpr (kBlockTiles == 2) {
+          k1 = ak[o + 8 * (K / 8)];
+          q1 = aq[o + 8 * (K / 8)];
+        }
+        const uint32_t fk0[4] = {k0.x, k1.x, k0.y, k1.y}, fk1[4] = {k0.z, k1.z, k0.w, k1.w};
+        const uint32_t fq0[4] = {q0.x, q1.x, q0.y, q1.y}, fq1[4] = {q0.z, q1.z, q0.w, q1.w};
+        mma(ck, fk0, w.x, w.y);
+        mma(cq, fq0, w.x, w.y);
+        mma(ck1, fk1, w.z, w.w);
+        mma(cq1, fq1, w.z, w.w);
+      }
+      const int j0 = jn * 8 + q4 * 2;
+      const float4 Gj = *reinterpret_cast<const float4*>(s.G + j0);
+      const float2 rj = *reinterpret_cast<const float2*>(s.rk + j0);
+      float M[2 * kBlockTiles], P[2 * kBlockTiles];  // entries (t = g, j0), (g, j0+1), (g+8, j0), (g+8, j0+1)
+#pragma unroll
+      for (int r = 0; r < kBlockTiles; ++r) {
+        const int t = b * kBlockNodes + g + r * 8;
+        const float2 Gt = s.G[t];
+        const float bk = s.gate[t].x * s.rk[t], rq = s.rq[t];
+        const uint32_t set = s.bits[t * Tile::kWords + (Tile::kWords == 1 ? 0 : j0 >> 5)] >> (j0 & 31);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool ancestor = set >> e & 1u;
+          const float d = (Gt.x - (e ? Gj.z : Gj.x)) + (Gt.y - (e ? Gj.w : Gj.y));
+          const float decay = ancestor ? expf(ancestor ? d : 0.f) * (e ? rj.y : rj.x) : 0.f;
+          const int c = 2 * r + e;
+          M[c] = j0 + e < t ? decay * bk * (ck[c] + ck1[c]) : 0.f;
+          P[c] = decay * rq * (cq[c] + cq1[c]);
+        }
+      }
+      if (jn >= b * kBlockTiles) {
+        float* d = s.diag + b * Tile::kDiagFloats + ((jn - b * kBlockTiles) * 8 + q4 * 2) * (16 * kBlockTiles) +
+                   (g >> 1) * (4 * kBlockTiles) + (g & 1);
+#pragma unroll
+        for (int c = 0; c < 2 * kBlockTiles; ++c) {
+          float* to = d + (c & 1) * (16 * kBlockTiles) + (c >> 1) * 2;
+          to[0] = M[c];
+          to[2 * kBlockTiles] = P[c];
+        }
+      } else if constexpr (kBlockTiles == 2) {
+        const int pair = b * (b - 1) / 2 + (jn >> 1);
+        uint32_t* to = reinterpret_cast<uint32_t*>(s.hist + (pair * 2 * 16 + g) * 4 + q4) + (jn & 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t hi, lo;
+          split(M[2 * r] * kCoefficientScale, M[2 * r + 1] * kCoefficientScale, hi, lo);
+          to[r * 128] = hi;
+          to[r * 128 + 2] = lo;
+          split(P[2 * r] * kCoefficientScale, P[2 * r + 1] * kCoefficientScale, hi, lo);
+          to[r * 128 + 256] = hi;
+          to[r * 128 + 258] = lo;
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One warp, 16 value channels from row0: v inputs, solve, u and outputs. `state` holds the converted fragments of chunk 0
+// (or, with several chunks, its raw words). `ready` is called once, when the preparation is needed first; it says whether
+// the row is sound, and so does the result.
+template <class Tile>
+struct ValueInput {
+  uint4 weight;
+  float2 bias, old[3];
+  uint32_t raw[2 * Tile::kBlockTiles];
+
+  // Two adjacent channels from `channel` on (of v, or of the convolution).
+  __device__ __forceinline__ void start(const VerifyParams& p, int64_t slot, int64_t channel, bool act_bf16) {
+    if constexpr (Tile::kConv) {
+      weight = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_weight) + channel * 4);
+      bias = make_float2(0.f, 0.f);
+      if (p.conv_bias != nullptr)
+        bias = unpack_half2(*reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.conv_bias) + channel), act_bf16);
+#pragma unroll
+      for (int w = 0; w < 3; ++w) {
+        const int64_t from = slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel + w * p.conv_state_stride_column;
+        old[w].x = load_float(p.conv_state, from, p.act_dtype);
+        old[w].y = load_float(p.conv_state, from + p.conv_state_stride_channel, p.act_dtype);
+      }
+    }
+  }
+};
+
+template <class Tile, class Ready>
+__device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv, int64_t slot, int row0, int lane, const Prep<Tile>& s,
+                                           StateFragments<Tile>& state, int64_t state_at, Ready ready) {
+  constexpr int K = Tile::K, V = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
+  const int g = lane >> 2, q4 = lane & 3, T = p.T;
+  const bool act_bf16 = p.act_dtype == DType::kBFloat16, state_bf16 = p.state_dtype == DType::kBFloat16;
+  const int row = row0 + 2 * g;
+  const int64_t token0 = static_cast<int64_t>(n) * T;
+  const int64_t channel = Tile::kConv ? 2 * p.H * K + static_cast<int64_t>(hv) * V + row : 0;
+  const uint16_t* v_at = Tile::kConv ? static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel
+                                     : static_cast<const uint16_t*>(p.v) + (token0 + 2 * q4) * p.v_stride_token + hv * p.v_stride_head + row;
+  ValueInput<Tile> v;
+  v.start(p, slot, channel, act_bf16);
+  auto load_v = [&](int b) {
+    if constexpr (!Tile::kConv) {
+#pragma unroll
+      for (int c = 0; c < 2 * kBlockTiles; ++c) {
+        const int o = b * kBlockNodes + (c >> 1) * 8 + (c & 1);
+        v.raw[c] = o + 2 * q4 < T ? *reinterpret_cast<const uint32_t*>(v_at + o * p.v_stride_token) : 0u;
+      }
+    }
+  };
+  load_v(0);
+  if constexpr (Tile::kChunks == 1) state.convert(state_bf16);
+  if (!ready()) return false;
+
+  float* u_at = p.stash.u + n * p.stash.u_stride_row + hv * p.stash.u_stride_head + static_cast<int64_t>(2 * q4) * V + row;
+  const int64_t out_at = (token0 + 2 * q4) * p.out_stride_token + hv * p.out_stride_head + row;
+  constexpr int kHistory = Tile::kBlocks > 1 ? Tile::kBlocks - 1 : 1;
+  uint32_t u_hi[kHistory][4], u_lo[kHistory][4];
+  float u_inverse[kHistory][2];
+#pragma unroll
+  for (int b = 0; b < Tile::kBlocks; ++b) {
+    if (b > 0 && b * kBlockNodes >= T) break;
+    if (b > 0) load_v(b);
+    float xk[kBlockTiles][4], xq[kBlockTiles][4];
+#pragma unroll
+    for (int i = 0; i < kBlockTiles; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) xk[i][e] = xq[i][e] = 0.f;
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+      if constexpr (Tile::kChunks > 1) {
+        if (b > 0 || chunk > 0) state.load(p.state, state_at, lane, chunk);
+        state.convert(state_bf16);
+      }
+#pragma unroll
+      for (int i = 0; i < kBlockTiles; ++i) {
+        const uint4* rowk = s.kq + (b * kBlockNodes + i * 8 + g) * (K / 8);
+        state.multiply(xk[i], rowk, lane, chunk);
+        state.multiply(xq[i], rowk + s.Tpad * (K / 8), lane, chunk);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockTiles; ++i) {
+      const int t0 = b * kBlockNodes + i * 8 + q4 * 2;
+      const float4 gate = *reinterpret_cast<const float4*>(s.gate + t0);
+      const float2 rk = *reinterpret_cast<const float2*>(s.rk + t0), rq = *reinterpret_cast<const float2*>(s.rq + t0);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float2 x;
+        if constexpr (Tile::kConv) {
+          const int t = t0 + e;
+          x = make_float2(0.f, 0.f);
+          if (t < T) {
+            x = v.bias;
+            int node = t;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              float2 y;
+              if (node >= 0) {
+                const uint32_t m = *reinterpret_cast<const uint32_t*>(v_at + node * p.mixed_qkv_stride_token);
+                if (j == 0)
+                  *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.stash.conv) + n * p.stash.conv_stride_row + t * p.stash.conv_stride_node + channel) = m;
+                y = unpack_half2(m, act_bf16);
+                node = s.parent[node];
+              } else {
+                y = node == -1 ? v.old[2] : node == -2 ? v.old[1] : v.old[0];
+                --node;
+              }
+              const float2 w0 = unpack_half2(j < 2 ? v.weight.y : v.weight.x, act_bf16);
+              const float2 w1 = unpack_half2(j < 2 ? v.weight.w : v.weight.z, act_bf16);
+              x.x = fmaf((j & 1) ? w0.x : w0.y, y.x, x.x);
+              x.y = fmaf((j & 1) ? w1.x : w1.y, y.y, x.y);
+            }
+            x = unpack_half2(pack_half2(silu(x.x), silu(x.y), act_bf16), act_bf16);
+          }
+        } else {
+          x = unpack_half2(v.raw[2 * i + e], act_bf16);
+        }
+        const float bt = e ? gate.z : gate.x, eG = e ? gate.w : gate.y;
+        const float ek = bt * (eG * (e ? rk.y : rk.x)), eq = eG * (e ? rq.y : rq.x);
+        xk[i][e] = fmaf(-ek, xk[i][e], bt * x.x);
+        xk[i][2 + e] = fmaf(-ek, xk[i][2 + e], bt * x.y);
+        xq[i][e] *= eq;
+        xq[i][2 + e] *= eq;
+      }
+    }
+    if constexpr (Tile::kBlocks > 1) {
+#pragma unroll
+      for (int jb = 0; jb < b; ++jb) {
+        const uint4* pair = s.hist + (b * (b - 1) / 2 + jb) * 128 + g * 4 + q4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4 wk = pair[i * 32], wq = pair[64 + i * 32];
+          float ck[4] = {0.f, 0.f, 0.f, 0.f}, cq[4] = {0.f, 0.f, 0.f, 0.f};
+          mma(ck, u_lo[jb], wk.x, wk.y);
+          mma(cq, u_lo[jb], wq.x, wq.y);
+          mma(ck, u_hi[jb], wk.z, wk.w);
+          mma(cq, u_hi[jb], wq.z, wq.w);
+          mma(ck, u_hi[jb], wk.x, wk.y);
+          mma(cq, u_hi[jb], wq.x, wq.y);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], ck[e], xk[i][e]);
+            xq[i][e] = fmaf(u_inverse[jb][e >> 1], cq[e], xq[i][e]);
+          }
+        }
+      }
+    }
+    // Forward substitution: node j's column is final when its turn comes; its owner hands it to the quad.
+    const float4* d = reinterpret_cast<const float4*>(s.diag + b * Tile::kDiagFloats) + q4 * kBlockTiles;
+#pragma unroll
+    for (int j = 0; j < kBlockNodes; ++j) {
+      if (b * kBlockNodes + j >= T) break;
+      const float u0 = __shfl_sync(0xffffffffu, xk[j / 8][j & 1], (lane & 28) | ((j & 7) >> 1));
+      const float u1 = __shfl_sync(0xffffffffu, xk[j / 8][2 + (j & 1)], (lane & 28) | ((j & 7) >> 1));
+      if constexpr (kBlockTiles == 1) {
+        const float4 w = d[j * 4];
+        xk[0][0] = fmaf(-w.x, u0, xk[0][0]);
+        xk[0][1] = fmaf(-w.y, u0, xk[0][1]);
+        xk[0][2] = fmaf(-w.x, u1, xk[0][2]);
+        xk[0][3] = fmaf(-w.y, u1, xk[0][3]);
+        xq[0][0] = fmaf(w.z, u0, xq[0][0]);
+        xq[0][1] = fmaf(w.w, u0, xq[0][1]);
+        xq[0][2] = fmaf(w.z, u1, xq[0][2]);
+        xq[0][3] = fmaf(w.w, u1, xq[0][3]);
+      } else {
+        const float4 m = d[j * 8], o = d[j * 8 + 1];
+        const float mm[4] = {m.x, m.y, m.z, m.w}, oo[4] = {o.x, o.y, o.z, o.w};
+#pragma unroll
+        for (int i = j / 8; i < 2; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float u = e < 2 ? u0 : u1;
+            xk[i][e] = fmaf(-mm[i * 2 + (e & 1)], u, xk[i][e]);
+            xq[i][e] = fmaf(oo[i * 2 + (e & 1)], u, xq[i][e]);
+          }
+        }
+      }
+    }
+    // ---- u and outputs
+#pragma unroll
+    for (int c = 0; c < 2 * kBlockTiles; ++c) {
+      const int o = b * kBlockNodes + (c >> 1) * 8 + (c & 1);
+      if (o + 2 * q4 < T) {
+        const int i = c >> 1, e = c & 1;
+        *reinterpret_cast<float2*>(u_at + o * V) = make_float2(xk[i][e], xk[i][2 + e]);
+        const float o0 = xq[i][e] * p.scale, o1 = xq[i][2 + e] * p.scale;
+        const int64_t to = out_at + o * p.out_stride_token;
+        if (p.out_dtype == DType::kFloat32) {
+          *reinterpret_cast<float2*>(static_cast<float*>(p.out) + to) = make_float2(o0, o1);
+        } else {
+          *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + to) = pack_half2(o0, o1, act_bf16);
+        }
+      }
+    }
+    // ---- keep u for the blocks to come
+    if constexpr (Tile::kBlocks > 1) {
+      if (b + 1 < Tile::kBlocks) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float m = fmaxf(fmaxf(fabsf(xk[0][2 * r]), fabsf(xk[0][2 * r + 1])), fmaxf(fabsf(xk[1][2 * r]), fabsf(xk[1][2 * r + 1])));
+          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+          float scale, inverse;
+          pow2_scale(m, scale, inverse);
+          u_inverse[b][r] = inverse * (1.f / kCoefficientScale);
+          split(xk[0][2 * r] * scale, xk[0][2 * r + 1] * scale, u_hi[b][r], u_lo[b][r]);
+          split(xk[1][2 * r] * scale, xk[1][2 * r + 1] * scale, u_hi[b][2 + r], u_lo[b][2 + r]);
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// Zero outputs of a row that is skipped: `rows` value channels, all nodes.
+__device__ __forceinline__ void write_zeros(const VerifyParams& p, int n, int hv, int first_row, int rows, int tid, int threads) {
+  for (int i = tid; i < p.T * rows; i += threads) {
+    const int t = i / rows, r = i % rows;
+    store_float(p.out, (static_cast<int64_t>(n) * p.T + t) * p.out_stride_token + hv * p.out_stride_head + first_row + r, 0.f, p.out_dtype);
+  }
+}
+
+}  // namespace cuda
+}  // namespace treewy
