@@ -259,9 +259,16 @@ def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, ep
     return (wide * weight.float() * F.silu(gate.float())).to(x.dtype)
 
 
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """``x * sigmoid(gate)``, both ``[n, d]`` (gate may have any shape with as many elements); dtype of x."""
-    return (x.float() * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """``x *= sigmoid(gate)``, in place. x ``[n, d]``, gate of as many elements in any shape and strides."""
+    x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
+
+
+def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / rms(x) * (1 + weight)`` over the last axis. x ``[..., d]``, weight ``[d]``; dtype of x."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).to(x.dtype)
 
 
 def gate_sigmoid_mul_add(
