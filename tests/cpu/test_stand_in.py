@@ -161,6 +161,30 @@ class TestOperators:
         )  # fmt: skip
         self.check("fused_rmsnorm_gated_cpu", torch.randn(5, 8), torch.ones(8), torch.randn(5, 8), 1e-6)
 
+    def test_qwen3_5(self):
+        generator = torch.Generator().manual_seed(0)
+        qkvz, ba = torch.randn(3, 2 * 16 + 4 * 8 * 2, generator=generator), torch.randn(3, 8, generator=generator)
+        self.check("fused_qkvzba_split_reshape_cat_contiguous_cpu", qkvz, ba, 2, 4, 8, 8)
+        qkv, z, b, a = torch.ops.sgl_kernel.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 2, 4, 8, 8)
+        assert torch.equal(torch.cat([qkv, z.flatten(1)], 1), qkvz) and torch.equal(torch.cat([b, a], 1), ba)
+        q_gate, k = torch.randn(3, 4 * 2 * 8, generator=generator), torch.randn(3, 16, generator=generator)
+        w, u = torch.randn(8, generator=generator), torch.randn(8, generator=generator)
+        self.check("fused_qk_gemma_rmsnorm_with_gate_cpu", q_gate, k, w, u, 1e-6, 8, 4)
+        self.check("fused_qk_gemma_rmsnorm_cpu", q_gate, k, w, u, 1e-6, 8)
+        q, key, gate = torch.ops.sgl_kernel.fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, w, u, 1e-6, 8, 4)
+        heads = q_gate.view(3, 4, 16).double()
+        norm = lambda x, weight: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+        torch.testing.assert_close(q.view(3, 4, 8).double(), norm(heads[..., :8], w), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(key.view(3, 2, 8).double(), norm(k.view(3, 2, 8).double(), u), rtol=2e-6, atol=1e-6)
+        assert torch.equal(gate.view(3, 4, 8), q_gate.view(3, 4, 16)[..., 8:])
+        x, strided = torch.randn(3, 32, generator=generator), q_gate.view(3, 4, 16)[..., 8:]
+        truth = x.double() * strided.reshape(3, 32).double().sigmoid()
+        out = torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(x, strided, inplace=True)
+        assert out.data_ptr() == x.data_ptr()
+        torch.testing.assert_close(x.double(), truth, rtol=2e-6, atol=1e-6)
+        with pytest.raises(ValueError, match="inplace is False"):
+            torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(x, strided)
+
     def test_speculation(self):
         long = lambda *shape: torch.zeros(*shape, dtype=torch.int64)
         tree = lambda: (long(6), long(2, 3), long(2, 3), long(2, 3))
