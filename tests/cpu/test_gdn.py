@@ -278,3 +278,21 @@ def test_gated_norm_and_shared_expert_gate(dtype):
     truth = total.double() + torch.sigmoid(x.double() @ weight.double())[:, None] * shared.double()
     gdn.gate_sigmoid_mul_add(x, weight, shared, total)
     torch.testing.assert_close(total.double(), truth, **(tolerance if dtype is torch.float32 else dict(rtol=5e-3, atol=2e-2)))
+
+
+def test_tracked_states_are_copies():
+    generator = torch.Generator().manual_seed(4)
+    conv, ssm = torch.randn(2, 8, 6, 3, generator=generator), torch.randn(2, 8, 2, 4, 4, generator=generator)
+    source = torch.tensor([0, 1, 2, -1, 3, 9999], dtype=torch.int32)
+    mask = torch.tensor([True, False, True, True, True, True])
+    target = torch.tensor([7, 6, 5, 4, -1, 9999])
+    expected = [x.clone() for x in (conv, ssm)]
+    for x in expected:
+        x[:, 7], x[:, 5] = x[:, 0].clone(), x[:, 2].clone()
+    together = [x.clone() for x in (conv, ssm)]
+    gdn.track_states_all_layers(*together, source, mask, target, 5)
+    for layer in range(2):
+        gdn.track_states(conv[layer], ssm[layer], source, mask, target, 5)
+    for actual, again, truth in zip((conv, ssm), together, expected):
+        assert_same_bits(actual, truth, name="layer by layer")
+        assert_same_bits(again, truth, name="all layers")

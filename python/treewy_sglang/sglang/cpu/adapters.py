@@ -15,10 +15,13 @@ import sys
 from typing import Any, Callable, Dict
 
 
-def _gate_sigmoid_mul_add() -> Callable:
-    from . import gdn
+def _gdn(name: str) -> Callable[[], Callable]:
+    def load() -> Callable:
+        from . import gdn
 
-    return gdn.gate_sigmoid_mul_add
+        return getattr(gdn, name)
+
+    return load
 
 
 def _yes() -> bool:
@@ -31,7 +34,12 @@ TABLE: Dict[str, Dict[str, Callable[[], Any]]] = {
     "sglang.kernels.ops.attention.fla.fused_norm_gate": {"_use_cpu": _yes},
     "sglang.kernels.ops.attention.fla.layernorm_gated": {"_use_cpu": _yes},
     # the gate of a shared expert
-    "sglang.kernels.ops.elementwise.elementwise": {"fused_gate_sigmoid_mul_add": _gate_sigmoid_mul_add},
+    "sglang.kernels.ops.elementwise.elementwise": {"fused_gate_sigmoid_mul_add": _gdn("gate_sigmoid_mul_add")},
+    # states that the prefix cache keeps, copied after a step (mamba_radix_cache_strategy extra_buffer)
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton": {
+        "track_mamba_states_if_needed": _gdn("track_states"),
+        "track_mamba_states_all_layers": _gdn("track_states_all_layers"),
+    },
 }
 
 

@@ -273,3 +273,45 @@ def gate_sigmoid_mul_add(
     """
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid().unsqueeze(-1)
     final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+
+
+def track_states(
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copy the states of some requests to the slots where the prefix cache keeps them, one layer.
+
+    conv_states ``[slots, ...]``, ssm_states ``[slots, ...]`` (written), cache_indices, mamba_track_mask (bool) and
+    mamba_track_indices ``[>= batch_size]``. A slot of -1 on either side is skipped.
+    """
+    source, target = _tracked(cache_indices, mamba_track_mask, mamba_track_indices, batch_size)
+    if source.numel():
+        conv_states[target] = conv_states[source]
+        ssm_states[target] = ssm_states[source]
+
+
+def track_states_all_layers(
+    conv_states_pool: torch.Tensor,
+    ssm_states_pool: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """The same for pools of all layers ``[layers, slots, ...]``."""
+    source, target = _tracked(cache_indices, mamba_track_mask, mamba_track_indices, batch_size)
+    if source.numel():
+        conv_states_pool[:, target] = conv_states_pool[:, source]
+        ssm_states_pool[:, target] = ssm_states_pool[:, source]
+
+
+def _tracked(source, mask, target, count):
+    source, target = source[:count].long(), target[:count].long()
+    kept = mask[:count].bool() & (source >= 0) & (target >= 0)
+    return source[kept], target[kept]
