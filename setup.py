@@ -134,7 +134,8 @@ class NinjaBuild(build_ext):
         line = f"treewy: building {what} operators: {cuda.reason}"
         print(line, file=sys.stderr, flush=True)
 
-        work = Path(self.build_temp).resolve()
+        # Not self.build_temp: pip gives an editable install a temporary one, and every build would start from nothing.
+        work = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         work.mkdir(parents=True, exist_ok=True)
         cxx = os.environ.get("CXX", "c++")
         torch_dir = Path(torch.__file__).parent
@@ -220,7 +221,7 @@ class NinjaBuild(build_ext):
         if subprocess.run([ninja_exe, "-C", str(work), "-j", jobs]).returncode:
             sys.exit("treewy: the build failed; the compiler's message is above")
         if cuda.on:
-            log = Path(self.build_temp).resolve().parent / "ptxas.log"
+            log = ROOT / "build" / "ptxas.log"
             log.write_text("".join(p.read_text() for p in cuda_logs if p.exists()))
         for ext in self.extensions:
             target = Path(self.get_ext_fullpath(ext.name))
