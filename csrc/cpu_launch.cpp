@@ -39,6 +39,10 @@ const CpuKernels& kernels() {
   return chosen;
 }
 
+// Waking threads costs tens of microseconds when they sleep; calls with less work than this run on the calling thread.
+constexpr int64_t kSerialMultiplyAdds = 1 << 20;  // verify: about 0.1 ms
+constexpr int64_t kSerialElements = 1 << 17;      // commit: 0.5 MiB of float32 state
+
 int max_threads() {
 #ifdef _OPENMP
   return omp_in_parallel() ? 1 : omp_get_max_threads();
@@ -157,8 +161,8 @@ class Scratch {
 };
 
 template <typename Task, typename F>
-void run_tasks(const std::vector<Task>& tasks, int64_t workspace, F&& f) {
-  const int threads = std::max(1, std::min<int>(max_threads(), static_cast<int>(tasks.size())));
+void run_tasks(const std::vector<Task>& tasks, int threads, int64_t workspace, F&& f) {
+  threads = std::max(1, std::min<int>(threads, static_cast<int>(tasks.size())));
   Scratch scratch(workspace, threads);
   const int64_t count = static_cast<int64_t>(tasks.size());
 #ifdef _OPENMP
@@ -242,7 +246,8 @@ int launch_verify_cpu(const VerifyParams& p) {
   const int32_t live = static_cast<int32_t>(std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.live; }));
   // A task is a key head with all its value heads, unless that leaves threads idle: then one value head, then a part of
   // its value rows.
-  const int64_t wanted = max_threads();
+  const int64_t work = static_cast<int64_t>(live) * p.HV * p.V * p.K * 2 * p.T;
+  const int64_t wanted = work < kSerialMultiplyAdds ? 1 : max_threads();
   const int32_t heads = static_cast<int64_t>(live) * p.H >= wanted ? group : 1;
   int32_t v_step = p.V;
   while (v_step > kLeastRows && static_cast<int64_t>(live) * (p.HV / heads) * (p.V / v_step) < wanted) v_step /= 2;
@@ -259,7 +264,7 @@ int launch_verify_cpu(const VerifyParams& p) {
     if (p.stash.conv) tasks.push_back({n, -1, 0, 0, 0, 0});  // h = -1: the raw convolution columns of the request
   }
   const CpuKernels& kern = kernels();
-  run_tasks(tasks, kern.verify_workspace(p),
+  run_tasks(tasks, static_cast<int>(wanted), kern.verify_workspace(p),
             [&](const VerifyTask& task, void* work) {
               if (task.h >= 0) kern.verify(p, rows[task.n], task, work);
               else copy_conv_columns(p, task.n);
@@ -271,8 +276,10 @@ int launch_commit_cpu(const CommitParams& p) {
   Trees trees(p.N, p.T);
   const std::vector<Row> rows = check_rows(p, trees);
   const int32_t live = static_cast<int32_t>(std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.live; }));
+  const int64_t work = static_cast<int64_t>(live) * p.L * p.HV * p.V * p.K;
+  const int64_t wanted = work < kSerialElements ? 1 : max_threads();
   int32_t v_step = p.V;
-  while (v_step > kLeastRows && static_cast<int64_t>(live) * p.L * p.HV * (p.V / v_step) < max_threads()) v_step /= 2;
+  while (v_step > kLeastRows && static_cast<int64_t>(live) * p.L * p.HV * (p.V / v_step) < wanted) v_step /= 2;
 
   std::vector<CommitTask> tasks;
   for (int32_t l = 0; l < p.L; ++l)
@@ -284,7 +291,7 @@ int launch_commit_cpu(const CommitParams& p) {
         for (int32_t v = 0; v < p.V; v += v_step) tasks.push_back({l, n, hv, v, v + v_step});
     }
   const CpuKernels& kern = kernels();
-  run_tasks(tasks, kern.commit_workspace(p), [&](const CommitTask& task, void* work) {
+  run_tasks(tasks, static_cast<int>(wanted), kern.commit_workspace(p), [&](const CommitTask& task, void* work) {
     const Row& row = rows[task.n];
     if (task.hv >= 0) {
       kern.commit(p, row, task, work);

@@ -1,0 +1,5 @@
+import sys
+
+from treewy_sglang.cli import main
+
+sys.exit(main())

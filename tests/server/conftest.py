@@ -1,0 +1,152 @@
+"""Servers for the end-to-end tests. Each starts once; one runs at a time, because each is three processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from server_harness import Answer, answer, ask_all, check_log, wait_idle
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is asked."""
+
+    prompts: int
+    new_tokens: int
+    at_a_time: int
+
+
+@pytest.fixture(scope="session")
+def load(request) -> Load:
+    return Load(64, 512, 16) if request.config.getoption("--full") else Load(16, 128, 8)
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Path:
+    from treewy_sglang.demo.checkpoint import make_checkpoint
+
+    return make_checkpoint(ROOT / ".demo" / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def prompts(load) -> list[list[int]]:
+    from treewy_sglang.demo.prompts import mixed
+
+    return mixed(load.prompts)
+
+
+def treewy(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "treewy_sglang", *arguments], capture_output=True, text=True)
+
+
+def installed() -> Path:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None, "sglang is not installed in this Python: use `make test`"
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def path_environment(*entries: Path) -> dict[str, str]:
+    inherited = [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
+    return {"PYTHONPATH": os.pathsep.join([*map(str, entries), *inherited])}
+
+
+def copy_of_sglang(where: Path) -> Path:
+    """The installed SGLang again in `where`, with its metadata so that the version is known there."""
+    source = installed()
+    shutil.copytree(source, where / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+    for info in source.parent.glob("sglang-*.dist-info"):
+        shutil.copytree(info, where / info.name)
+    return where / "sglang"
+
+
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory) -> dict[str, str]:
+    """Environment of a server on a patched SGLang: the installed one if it is patched (`make test`), else a copy."""
+    status = json.loads(treewy("patch", "status", "--json", str(installed())).stdout)
+    if status["state"] == "applied":
+        return path_environment(ROOT / "python")
+    where = tmp_path_factory.mktemp("patched")
+    done = treewy("patch", "apply", str(copy_of_sglang(where)))
+    assert done.returncode == 0, done.stderr
+    return path_environment(where, ROOT / "python")
+
+
+@pytest.fixture(scope="session")
+def unpatched(tmp_path_factory) -> dict[str, str]:
+    """Environment of a server on SGLang as released, which finds the supplied CPU operators on its path."""
+    import treewy_sglang.sglang.cpu.bootstrap as bootstrap
+
+    where = tmp_path_factory.mktemp("unpatched")
+    copy = copy_of_sglang(where)
+    done = treewy("patch", "revert", str(copy))
+    assert done.returncode == 0, done.stderr
+    status = json.loads(treewy("patch", "status", "--json", str(copy)).stdout)
+    assert status["state"] not in ("applied", "interrupted", "modified"), status
+    return {**path_environment(Path(bootstrap.OVERLAY), where, ROOT / "python"), "SGLANG_USE_CPU_ENGINE": "1"}
+
+
+# What an unpatched SGLang needs to be told on CPU; given to both sides of a comparison.
+AS_UNPATCHED = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
+IN_SEQUENCE = 8  # prompts that are asked one request at a time
+
+
+@pytest.fixture(scope="session")
+def start(checkpoint, load):
+    """start(mode, environment, name, ...) -> Server, not yet started."""
+    from treewy_sglang.demo.server import Server
+
+    def make(mode, environment, name, arguments=()):
+        log = ROOT / ".demo" / "logs" / f"test-{name}.log"
+        return Server(checkpoint, mode, log, running=load.at_a_time, tokens=2 * load.at_a_time * 1400,
+                      environment=environment, arguments=arguments)  # fmt: skip
+
+    return make
+
+
+def in_sequence(server, prompts) -> list[Answer]:
+    """Tokens and logarithmic probabilities of the first prompts, one request at a time, on a fresh server."""
+    return [answer(server.generate(p, 64, return_logprob=True)) for p in prompts[:IN_SEQUENCE]]
+
+
+@pytest.fixture(scope="session")
+def plain(start, patched, prompts, load) -> tuple[list[Answer], list[Answer]]:
+    """The patched server without drafts and without the flag: in sequence, then everything side by side."""
+    from treewy_sglang.demo.server import PLAIN
+
+    with start(PLAIN, patched, "plain-patched", AS_UNPATCHED) as server:
+        one_by_one = in_sequence(server, prompts)
+        server.request("/flush_cache", {})
+        answers = ask_all(server, prompts, load, return_logprob=True, top_logprobs_num=2)
+        wait_idle(server)
+        check_log(server)
+    for a in answers:
+        assert len(a.tokens) == load.new_tokens
+    return one_by_one, answers
+
+
+@pytest.fixture(scope="session")
+def reference(plain) -> list[Answer]:
+    """What every server with drafts has to answer."""
+    return plain[1]
+
+
+@pytest.fixture(scope="session")
+def unpatched_answers(start, unpatched, prompts) -> list[Answer]:
+    from treewy_sglang.demo.server import PLAIN
+
+    with start(PLAIN, unpatched, "plain-unpatched", AS_UNPATCHED) as server:
+        answers = in_sequence(server, prompts)
+        wait_idle(server)
+        check_log(server)
+    return answers

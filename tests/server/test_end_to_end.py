@@ -1,0 +1,193 @@
+"""Prompts in, tokens out, on CPU in float32: the text with drafts is the text without, whatever the drafts are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from server_harness import ask_all, check_log, difference, wait_idle
+
+from treewy_sglang.demo.server import CHAIN3, NGRAM16, TREE16, TREE64
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
+
+
+def test_prompts_are_of_mixed_length_and_share_prefixes(prompts, load):
+    lengths = sorted(map(len, prompts))
+    assert lengths[0] == 8 and lengths[-1] == 700 and len(prompts) == load.prompts
+    assert prompts[1][:200] == prompts[5][:200] and prompts[1] != prompts[5]
+
+
+def test_reference_text_is_worth_comparing(reference):
+    """No short cycle, no constant: else equality would say little about the state."""
+    for a in reference:
+        pairs = {tuple(a.tokens[i : i + 4]) for i in range(len(a.tokens) - 3)}
+        assert len(pairs) > len(a.tokens) / 4, f"{len(pairs)} different runs of four tokens in {len(a.tokens)}"
+    assert len({tuple(a.tokens) for a in reference}) == len(reference)
+
+
+def test_reference_is_what_transformers_generates(reference, prompts, load, checkpoint):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    wrong = []
+    for i in range(10):
+        ids = torch.tensor([prompts[i]])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=load.new_tokens, do_sample=False)
+        if reason := difference(out[0, ids.shape[1] :].tolist(), reference[i]):
+            wrong.append(f"prompt {i} ({len(prompts[i])} tokens): {reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_without_the_flag_patched_is_unpatched_to_the_bit(plain, unpatched_answers):
+    for i, (a, b) in enumerate(zip(plain[0], unpatched_answers, strict=True)):
+        assert a.tokens == b.tokens, f"prompt {i}"
+        # JSON carries the shortest decimal that gives the same float back: equal numbers are equal bits.
+        assert a.meta["output_token_logprobs"] == b.meta["output_token_logprobs"], f"prompt {i}"
+
+
+class Aborts:
+    """Requests that are given up half-way beside those that are compared: by hanging up, and by /abort_request."""
+
+    def __init__(self, server, prompts):
+        self.server, self.prompts = server, prompts
+        self.threads, self.failures = [], []
+        self.hung_up = self.aborted = 0
+
+    def __call__(self, i: int) -> None:
+        if i % 2 == 0:
+            thread = threading.Thread(target=self.guard, args=(self.hang_up if i % 4 else self.abort, i))
+            thread.start()
+            self.threads.append(thread)
+
+    def guard(self, act, i: int) -> None:
+        try:
+            act(i)
+        except Exception as error:  # reported by finish()
+            self.failures.append(f"{act.__name__} beside prompt {i}: {error!r}")
+
+    def prompt(self, i: int) -> list[int]:
+        # The prefix of a prompt that is being compared, so that an abort touches states that others share.
+        return self.prompts[i][: max(8, len(self.prompts[i]) * 3 // 4)]
+
+    def hang_up(self, i: int) -> None:
+        stream = self.server.stream(self.prompt(i), 800)
+        for _ in range(3):
+            next(stream)
+        stream.close()
+        self.hung_up += 1
+
+    def abort(self, i: int) -> None:
+        name = uuid.uuid4().hex
+        stream = self.server.stream(self.prompt(i), 800, rid=name)
+        next(stream)
+        self.server.request("/abort_request", {"rid": name})
+        *_, last = stream
+        reason = last["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort", reason
+        assert last["meta_info"]["completion_tokens"] < 800
+        self.aborted += 1
+
+    def finish(self) -> None:
+        for thread in self.threads:
+            thread.join(300)
+        assert not self.failures, self.failures
+        assert self.hung_up and self.aborted, (self.hung_up, self.aborted)
+
+
+@pytest.fixture(scope="session", params=list(MODES))
+def server(request, start, patched, reference):
+    """A server with drafts verified by TreeWY; the reference has been taken before it starts."""
+    with start(MODES[request.param], patched, request.param) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def answered(server, prompts, load):
+    """All prompts through `server`, with aborts in between."""
+    aborts = Aborts(server, prompts)
+    answers = ask_all(server, prompts, load, beside=aborts)
+    aborts.finish()
+    return answers
+
+
+def test_same_tokens_as_without_drafts(answered, reference, prompts):
+    wrong = [
+        f"prompt {i} ({len(prompts[i])} tokens): {reason}"
+        for i, (a, expected) in enumerate(zip(answered, reference, strict=True))
+        if (reason := difference(a.tokens, expected))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_drafts_were_accepted_in_part(answered, server):
+    """Speculation happened, and paths of several lengths were committed: none, some, and more than one draft."""
+    histogram: dict[int, int] = {}
+    for a in answered:
+        assert a.meta["spec_verify_ct"] > 0
+        for length, count in enumerate(a.meta["spec_correct_drafts_histogram"]):
+            histogram[length] = histogram.get(length, 0) + count
+    verified = sum(a.meta["spec_verify_ct"] for a in answered)
+    tokens = sum(a.meta["completion_tokens"] for a in answered)
+    print(f"{server.mode.name}: accepted length {tokens / verified:.2f}, drafts accepted per verify {histogram}")
+    assert tokens / verified > 1.02, f"accepted length {tokens / verified:.3f}: {histogram}"
+    assert sum(count > 0 for count in histogram.values()) >= 3, f"one kind of outcome only: {histogram}"
+
+
+def test_treewy_is_what_ran(answered, server):
+    facts = server.state()["treewy"]
+    assert facts["requests_verified"] >= sum(a.meta["spec_verify_ct"] for a in answered)
+    assert facts["nodes_verified"] == facts["requests_verified"] * server.mode.nodes
+    assert 0 < facts["stash_bytes_per_request"] < facts["snapshot_bytes_per_request"]
+    assert not any(facts["errors"].values()), facts["errors"]
+
+
+def test_streaming(answered, server, prompts, reference, load):
+    """Tokens come piece by piece, and together they are the answer."""
+    pieces, arrivals = [], []
+    for event in server.stream(prompts[3], load.new_tokens):
+        pieces.append(event)
+        arrivals.append(time.monotonic())
+    lengths = [e["meta_info"]["completion_tokens"] for e in pieces]
+    assert len(pieces) > 4 and lengths == sorted(lengths) and lengths[-1] == load.new_tokens
+    assert arrivals[-1] > arrivals[0]
+    assert not difference(pieces[-1]["output_ids"], reference[3])
+
+
+def test_prefix_cache_answers_the_same(answered, server, prompts, reference, load):
+    """Asked again, the prompts come from the prefix cache, state included, and the answers stay."""
+    again = ask_all(server, prompts[:8], load)
+    assert sum(a.meta["cached_tokens"] for a in again) > 0
+    assert not [r for a, e in zip(again, reference) if (r := difference(a.tokens, e))]
+
+
+def test_no_slot_is_lost(answered, server):
+    """SGLang checks pools, request slots and prefix cache whenever it idles, and ends the server when they are off."""
+    found = wait_idle(server)
+    assert found["num_running_reqs"] == 0
+    check_log(server)
+    assert "flushed" in str(server.request("/flush_cache", {})).lower()
+    after = wait_idle(server)
+    assert after["num_used_tokens"] == 0, after
+    check_log(server)
+    assert not any(server.state()["treewy"]["errors"].values())
+
+
+def test_demo_from_the_readme(tmp_path):
+    """`make demo` without its set-up, which `make test` has done: three of its servers are those above, so two here."""
+    done = subprocess.run(
+        [sys.executable, "-m", "treewy_sglang.demo", "run", "--device", "cpu", "--tokens", "48", "--modes", "plain", "tree",
+         "--json", str(tmp_path / "demo.json")],
+        cwd=ROOT, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same text" in done.stdout and "yes (7/7)" in done.stdout
