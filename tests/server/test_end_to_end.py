@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from server_harness import ask_all, check_log, difference, wait_idle
+from server_harness import ask_all, check_log, difference, margins, wait_idle
 
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64
 
@@ -31,6 +31,19 @@ def test_reference_text_is_worth_comparing(reference):
         pairs = {tuple(a.tokens[i : i + 4]) for i in range(len(a.tokens) - 3)}
         assert len(pairs) > len(a.tokens) / 4, f"{len(pairs)} different runs of four tokens in {len(a.tokens)}"
     assert len({tuple(a.tokens) for a in reference}) == len(reference)
+
+
+def test_decisions_are_wider_than_rounding(plain):
+    """Equality is no luck: batch size changes the logarithmic probabilities by far less than any choice was won by."""
+    one_by_one, together = plain
+    noise = max(
+        abs(x[0] - y[0])
+        for a, b in zip(one_by_one, together)
+        for x, y in zip(a.meta["output_token_logprobs"], b.meta["output_token_logprobs"])
+    )
+    narrowest = min(m for a in together for m in margins(a))
+    print(f"rounding {noise:.2g}, narrowest decision {narrowest:.2g}")
+    assert narrowest > noise
 
 
 def test_reference_is_what_transformers_generates(reference, prompts, load, checkpoint):
