@@ -53,6 +53,7 @@ def test_activate_takes_over_from_a_cuda_wheel(tmp_path, monkeypatch):
     assert environ["PYTHONPATH"] == os.pathsep.join([str(bootstrap.OVERLAY), "/a"])
     assert environ["SGLANG_USE_CPU_ENGINE"] == "1" and environ["CUDA_VISIBLE_DEVICES"] == ""
     assert environ["SGLANG_MAMBA_CONV_DTYPE"] == "float32" and environ["TORCH_COMPILE_DISABLE"] == "1"
+    assert environ["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_activate_leaves_a_cpu_build_and_other_devices_alone(tmp_path, monkeypatch):
@@ -67,9 +68,9 @@ def test_activate_leaves_a_cpu_build_and_other_devices_alone(tmp_path, monkeypat
 
 
 def test_defaults_do_not_override_the_user():
-    environ = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    environ = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16", "OMP_WAIT_POLICY": "active"}
     bootstrap.set_defaults(["x", "--dtype", "float32", "--enable-torch-compile"], environ)
-    assert environ == {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    assert environ == {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16", "OMP_WAIT_POLICY": "active"}
 
 
 def run(code, *path):

@@ -52,7 +52,11 @@ def set_defaults(argv: Sequence[str], environ: MutableMapping[str, str]) -> None
 
     Without ``--enable-torch-compile``, nothing is compiled. SGLang decorates a few helpers of some microseconds with
     torch.compile; on CPU each costs seconds of a C++ compiler when the first request comes in.
+
+    OpenMP threads sleep while they wait. A server is three processes or more, whose threads would otherwise keep each
+    other from running.
     """
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
     if option(argv, "--dtype") in ("float32", "float"):
         environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if "--enable-torch-compile" not in argv:
