@@ -13,10 +13,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
 #ifndef COMMIT_BLOCKS
-#define COMMIT_BLOCKS 3
+#define COMMIT_BLOCKS 4
 #endif
 constexpr int kCommitBlocks = COMMIT_BLOCKS;
-constexpr int kConvChannels = 1024;   // channels of one convolution block
+constexpr int kConvChannels = 2048;   // channels of one convolution block
 
 struct CommitLaunch {
   CommitParams p;
@@ -24,17 +24,22 @@ struct CommitLaunch {
   int conv_blocks;      // blocks per (layer, request)
   int conv_total;       // conv_blocks * L * N; these blocks come first
   int heads_per_key;    // HV / H
+  bool vector_conv;     // convolution states are [D, 3] without gaps, 16-bit, and aligned
   bool vector_stash;    // u and k rows can be read 16 bytes at a time
   bool vector_state;    // state rows are aligned for 4-element accesses
 };
 
-__device__ __forceinline__ float4 staged_state4(const float* s) { return *reinterpret_cast<const float4*>(s); }
-template <class Half>
-__device__ __forceinline__ float4 staged_state4(const Half* s) {
-  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
-  const uint2 w = *reinterpret_cast<const uint2*>(s);
-  const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
-  return make_float4(a.x, a.y, b.x, b.y);
+// Four staged elements; 16-bit ones lie in the first half of their 16 bytes.
+template <class State>
+__device__ __forceinline__ float4 staged_state4(const float4* s) {
+  if constexpr (sizeof(State) == 4) {
+    return *s;
+  } else {
+    constexpr bool is_bf16 = std::is_same<State, __nv_bfloat16>::value;
+    const uint2 w = *reinterpret_cast<const uint2*>(s);
+    const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
+    return make_float4(a.x, a.y, b.x, b.y);
+  }
 }
 template <class State>
 __device__ __forceinline__ float4 load_state4(const State* s) {
@@ -161,7 +166,6 @@ __device__ __forceinline__ void load8(const void* base, int64_t at, DType dtype,
       x[2 * i] = f.x, x[2 * i + 1] = f.y;
     }
   } else {
-#pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = load_float(base, at + i, dtype);
   }
 }
@@ -192,16 +196,17 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 
   const int col = tid % Tile::kLanesPerRow * 4, row0 = tid / Tile::kLanesPerRow * RPT;
   const int first_row = slab * Tile::kRows;
-  State* pool = static_cast<State*>(p.state) + l * p.state_stride_layer + hv * p.state_stride_head + (first_row + row0) * K + col;
-  State* tile = pool + r.slot * p.state_stride_slot;
+  State* tile = static_cast<State*>(p.state) + l * p.state_stride_layer + r.slot * p.state_stride_slot + hv * p.state_stride_head +
+                (first_row + row0) * K + col;
   // The old state waits in shared memory that only this thread reads, so that the walk and the gathers below keep their
   // registers and more blocks fit.
   extern __shared__ __align__(16) unsigned char staged[];
-  State* mine = reinterpret_cast<State*>(staged) + tid * 4;
+  float4* mine = reinterpret_cast<float4*>(staged) + tid;
+  float4* partial = mine + (p.T > kPathChunk ? RPT * kThreads : 0);  // of paths longer than a chunk
   if (c.vector_state) {
 #pragma unroll
     for (int i = 0; i < RPT; ++i) {
-      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(mine + i * kThreads * 4));
+      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(mine + i * kThreads));
       if constexpr (sizeof(State) == 4) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(tile + i * K) : "memory");
       } else {
@@ -224,7 +229,6 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 #pragma unroll 1
   for (int pass = track ? 1 : 0; pass >= 0; --pass) {
     const int from = pass == 1 ? path.track_at : 0;
-    float4 acc[RPT];
     // e^{G_a}: the sum of every decay on the path, in the order in which the weights accumulate it below.
     float sum = 0.f;
     for (int base = from; base < path.length; base += 32) {
@@ -253,7 +257,7 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
       // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
       static_assert(kPathChunk * K / 8 % kThreads == 0 || kPathChunk * K / 8 < kThreads, "");
       constexpr int kPiecesK = kPathChunk * K / 8, kPiecesU = kPathChunk * Tile::kRows / 4;
-#pragma unroll
+#pragma unroll 1
       for (int first = 0; first < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); first += kThreads) {
         const int jk = (first + tid) / (K / 8), ck = (first + tid) % (K / 8) * 8;
         const int ju = (first + tid) / (Tile::kRows / 4), cu = (first + tid) % (Tile::kRows / 4) * 4;
@@ -276,42 +280,52 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
         if (has_u) *reinterpret_cast<float4*>(&us[ju][cu]) = uu;
       }
       __syncthreads();
-      if (base == from) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-        for (int i = 0; i < RPT; ++i) {
-          const float4 x = c.vector_state ? staged_state4(mine + i * kThreads * 4) : load_state4(tile + i * K);
-          acc[i] = make_float4(x.x * decay, x.y * decay, x.z * decay, x.w * decay);
-        }
-      }
+      // Four rows at a time: sixteen accumulators leave room for four blocks a multiprocessor.
+      const bool first_chunk = base == from, last_chunk = base + kPathChunk >= path.length;
+      if (first_chunk) asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll 1
-      for (int j = 0; j < count; ++j) {
-        const float w = __shfl_sync(0xffffffffu, weight, j);
-        float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
-        kk = make_float4(kk.x * w, kk.y * w, kk.z * w, kk.w * w);
+      for (int i4 = 0; i4 < RPT; i4 += 4) {
+        float4 acc[4];
 #pragma unroll
-        for (int i4 = 0; i4 < RPT; i4 += 4) {
+        for (int i = 0; i < 4; ++i) {
+          if (first_chunk) {
+            const float4 x = c.vector_state ? staged_state4<State>(mine + (i4 + i) * kThreads) : load_state4(tile + (i4 + i) * K);
+            acc[i] = make_float4(x.x * decay, x.y * decay, x.z * decay, x.w * decay);
+          } else {
+            acc[i] = partial[(i4 + i) * kThreads];
+          }
+        }
+#pragma unroll 2
+        for (int j = 0; j < count; ++j) {
+          const float w = __shfl_sync(0xffffffffu, weight, j);
+          float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
+          kk = make_float4(kk.x * w, kk.y * w, kk.z * w, kk.w * w);
           const float4 uu = *reinterpret_cast<const float4*>(&us[j][row0 + i4]);
           const float ui[4] = {uu.x, uu.y, uu.z, uu.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            acc[i4 + i].x = fmaf(ui[i], kk.x, acc[i4 + i].x);
-            acc[i4 + i].y = fmaf(ui[i], kk.y, acc[i4 + i].y);
-            acc[i4 + i].z = fmaf(ui[i], kk.z, acc[i4 + i].z);
-            acc[i4 + i].w = fmaf(ui[i], kk.w, acc[i4 + i].w);
+            acc[i].x = fmaf(ui[i], kk.x, acc[i].x);
+            acc[i].y = fmaf(ui[i], kk.y, acc[i].y);
+            acc[i].z = fmaf(ui[i], kk.z, acc[i].z);
+            acc[i].w = fmaf(ui[i], kk.w, acc[i].w);
           }
+        }
+        if (last_chunk) {
+          State* to = (pass == 1 ? tile + (r.track_slot - r.slot) * p.state_stride_slot : tile) + i4 * K;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) store_state4(to + i * K, acc[i], c.vector_state);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) partial[(i4 + i) * kThreads] = acc[i];
         }
       }
     }
-    State* to = pass == 1 ? pool + r.track_slot * p.state_stride_slot : tile;
-#pragma unroll
-    for (int i = 0; i < RPT; ++i) store_state4(to + i * K, acc[i], c.vector_state);
     if (pass == 1) __syncthreads();
   }
 }
 
 // New convolution state: the last W-1 raw inputs along root..a, older columns from the old state.
-__device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
+__device__ __noinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
   const CommitParams& p = c.p;
   __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
   const int part = block % c.conv_blocks;
@@ -329,6 +343,48 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
   const int64_t layer = l * p.conv_state_stride_layer;
   const int64_t from = layer + r.slot * p.conv_state_stride_slot;
   const int64_t raw = l * p.conv_stride_layer + n * p.stash.conv_stride_row;
+  if (c.vector_conv) {
+    // Eight channels x three columns a thread, 48 contiguous bytes: the new columns come from the old ones and from up to
+    // three raw rows, all 16 bytes wide.
+    const int d = part * kConvChannels + threadIdx.x * 8;
+    if (threadIdx.x * 8 >= kConvChannels || d >= p.D) return;
+    uint16_t* state = static_cast<uint16_t*>(p.conv_state) + from + d * 3;
+    uint4 old4[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) old4[i] = reinterpret_cast<const uint4*>(state)[i];
+    for (int pass = r.track_slot >= 0 ? 1 : 0; pass >= 0; --pass) {
+      const int first = pass == 1 ? path.track_at : 0, depth = path.length - first;
+      uint4 row4[3];  // row4[i]: the node i steps above the accepted one
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        if (i < depth) row4[i] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.stash.conv) + raw + nodes[first + i] * p.stash.conv_stride_node + d);
+      uint32_t out[12];
+#pragma unroll
+      for (int w = 0; w < 12; ++w) {
+        uint32_t word = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int e = 2 * w + half, channel = e / 3, column = e % 3, back = 2 - column;
+          // Element `at` of an array of words, by constants only.
+          auto pick = [](const uint4 (&x)[3], int at) {
+            const uint4 v = x[at / 8];
+            const uint32_t y = at % 8 / 2 == 0 ? v.x : at % 8 / 2 == 1 ? v.y : at % 8 / 2 == 2 ? v.z : v.w;
+            return at % 2 ? y >> 16 : y & 0xffffu;
+          };
+          uint32_t x = pick(row4, back * 8 + channel);
+#pragma unroll
+          for (int shift = 1; shift <= column - 0 || shift <= 2; ++shift)
+            if (back >= depth && depth == shift && column + shift <= 2) x = pick(old4, channel * 3 + (column + shift <= 2 ? column + shift : 2));
+          word |= x << (16 * half);
+        }
+        out[w] = word;
+      }
+      uint16_t* to = pass == 1 ? state + (r.track_slot - r.slot) * p.conv_state_stride_slot : state;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) reinterpret_cast<uint4*>(to)[i] = make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+    }
+    return;
+  }
   for (int d = part * kConvChannels + threadIdx.x; d < min(p.D, (part + 1) * kConvChannels); d += kThreads) {
     float old[kMaxConvWidth - 1];
 #pragma unroll
@@ -388,13 +444,17 @@ int launch(const CommitParams& p, cudaStream_t stream) {
   };
   c.vector_stash = stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
                    stash_aligned(st.k, element_size(p.act_dtype), {p.k_stride_layer, st.k_stride_row, st.k_stride_head});
+  c.vector_conv = c.conv_blocks > 0 && p.W == 4 && p.D % 8 == 0 && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 &&
+                  p.conv_dtype != DType::kFloat32 && p.conv_dtype == p.act_dtype &&
+                  stash_aligned(p.conv_state, 2, {p.conv_state_stride_layer, p.conv_state_stride_slot}) &&
+                  stash_aligned(st.conv, 2, {p.conv_stride_layer, st.conv_stride_row, st.conv_stride_node});
   const int64_t blocks = c.conv_total + static_cast<int64_t>(p.L) * p.N * p.HV * c.slabs;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  constexpr int kStaged = kThreads * Tile::kRowsPerThread * 4 * sizeof(State);
+  constexpr int kStaged = kThreads * Tile::kRowsPerThread * sizeof(float4);
   static std::atomic<uint64_t> allowed{0};
-  cudaError_t e = allow_shared(commit_kernel<State, K>, kStaged, allowed);
+  cudaError_t e = allow_shared(commit_kernel<State, K>, 2 * kStaged, allowed);
   if (e != cudaSuccess) return e;
-  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, kStaged, stream>>>(c);
+  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, p.T > kPathChunk ? 2 * kStaged : kStaged, stream>>>(c);
   return cudaGetLastError();
 }
 

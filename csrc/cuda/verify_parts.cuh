@@ -168,42 +168,40 @@ struct StateFragments {
     }
   }
 
-  // c += (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Two chains, low parts
-  // first: short chains lose less to the tensor cores' truncating adds.
+  // c += (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Several chains, low
+  // parts first: short chains lose less to the tensor cores' truncating adds. Long drafts cannot spare the registers.
   __device__ __forceinline__ void multiply(float (&c)[4], const uint4* b, int lane, int chunk) const {
-    float c0[4], c1[4];
+    constexpr int kPairs = kSteps / 2, kChains = Tile::NT <= 2 || kPairs == 2 ? kPairs : kPairs / 2;
+    float part[kChains][4];
     const int odd = (lane >> 2) & 1;
-    uint4 w[kSteps / 2];
+    uint4 w[kPairs];
 #pragma unroll
-    for (int s = 0; s < kSteps / 2; ++s) w[s] = b[((chunk * (kSteps / 2) + s) ^ odd) * 4 + (lane & 3)];
-    if constexpr (!Tile::kHalfState) {
+    for (int s = 0; s < kPairs; ++s) w[s] = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
 #pragma unroll
-      for (int s = 0; s < kSteps / 2; s += 2) {
-        if (s == 0) {
-          mma_first(c0, lo[0], w[0].x, w[0].y);
-          mma_first(c1, lo[2], w[1].x, w[1].y);
+    for (int pass = Tile::kHalfState ? 1 : 0; pass < 2; ++pass) {
+#pragma unroll
+      for (int s = 0; s < 2 * kPairs; ++s) {
+        const int step = 2 * (s % kPairs) + s / kPairs;  // chains take turns
+        float (&to)[4] = part[s % kPairs % kChains];
+        const uint32_t b0 = s / kPairs ? w[s % kPairs].z : w[s % kPairs].x, b1 = s / kPairs ? w[s % kPairs].w : w[s % kPairs].y;
+        if (pass == 0) {
+          if (s < kChains) {
+            mma_first(to, lo[Tile::kHalfState ? 0 : step], b0, b1);
+          } else {
+            mma(to, lo[Tile::kHalfState ? 0 : step], b0, b1);
+          }
+        } else if (Tile::kHalfState && s < kChains) {
+          mma_first(to, hi[step], b0, b1);
         } else {
-          mma(c0, lo[2 * s], w[s].x, w[s].y);
-          mma(c1, lo[2 * s + 2], w[s + 1].x, w[s + 1].y);
+          mma(to, hi[step], b0, b1);
         }
-        mma(c0, lo[2 * s + 1], w[s].z, w[s].w);
-        mma(c1, lo[2 * s + 3], w[s + 1].z, w[s + 1].w);
       }
     }
 #pragma unroll
-    for (int s = 0; s < kSteps / 2; s += 2) {
-      if (s == 0 && Tile::kHalfState) {
-        mma_first(c0, hi[0], w[0].x, w[0].y);
-        mma_first(c1, hi[2], w[1].x, w[1].y);
-      } else {
-        mma(c0, hi[2 * s], w[s].x, w[s].y);
-        mma(c1, hi[2 * s + 2], w[s + 1].x, w[s + 1].y);
-      }
-      mma(c0, hi[2 * s + 1], w[s].z, w[s].w);
-      mma(c1, hi[2 * s + 3], w[s + 1].z, w[s + 1].w);
+    for (int e = 0; e < 4; ++e) {
+      const float sum = kChains == 2 ? part[0][e] + part[1][e] : (part[0][e] + part[1][e]) + (part[kChains - 2][e] + part[kChains - 1][e]);
+      c[e] = Tile::kChunks == 1 ? sum * inverse[e >> 1] : fmaf(sum, inverse[e >> 1], c[e]);
     }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[e] = Tile::kChunks == 1 ? (c0[e] + c1[e]) * inverse[e >> 1] : fmaf(c0[e] + c1[e], inverse[e >> 1], c[e]);
   }
 };
 
@@ -389,31 +387,51 @@ __device__ __forceinline__ float rsqrt_exact(float x) {
   return fmaf(0.5f * y, fmaf(-x * y, y, 1.f), y);
 }
 
+// Eight 16-bit values; one branch for all, where selects would double the work.
+__device__ __forceinline__ void unpack8(const uint4& raw, bool is_bf16, float (&x)[8]) {
+  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+  if (is_bf16) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      x[2 * j] = __uint_as_float(w[j] << 16);
+      x[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 f = unpack_half2(w[j], false);
+      x[2 * j] = f.x, x[2 * j + 1] = f.y;
+    }
+  }
+}
+
+// e^x for x <= 0 from the hardware's exp2: as exact as expf where e^x matters, and flushed to zero below 2^-126.
+__device__ __forceinline__ float exp_decay(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * 1.4426950408889634f));
+  return r;
+}
+
 // Eight channels of a k or q row: norm, power-of-two scale, float16, fragment order. kLanes lanes share a row.
 template <class Tile>
 __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, bool writes_k, const Prep<Tile>& s, int kind, int t,
                                           int i, uint4 raw, bool act_bf16) {
   constexpr int K = Tile::K, kLanes = K / 8;
   float x[8];
-  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+  unpack8(raw, act_bf16, x);
+  float sum0 = x[0] * x[0], sum1 = x[1] * x[1];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 f = unpack_half2(w[j], act_bf16);
-    x[2 * j] = f.x, x[2 * j + 1] = f.y;
+  for (int j = 2; j < 8; j += 2) {
+    sum0 = fmaf(x[j], x[j], sum0);
+    sum1 = fmaf(x[j + 1], x[j + 1], sum1);
   }
-  float m = 0.f, sum = 0.f;
+  float sum = sum0 + sum1;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    m = fmaxf(m, fabsf(x[j]));
-    sum = fmaf(x[j], x[j], sum);
-  }
-#pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-    sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  }
+  for (int d = kLanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  // No element exceeds the norm, and the norm lies below 2^((e+2)/2) for sum < 2^(e+1).
   float scale, inverse;
-  pow2_scale(m, scale, inverse);
+  const int e = (static_cast<int>(__float_as_uint(sum) >> 23) - 127 + 2) >> 1;
+  pow2_scale(__uint_as_float(static_cast<uint32_t>(max(e + 127, 1)) << 23), scale, inverse);
   const float r = rsqrt_exact(sum + 1e-6f);
   if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = r * inverse;
   if (kind == 0 && writes_k && t < p.T) {
@@ -588,7 +606,7 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
         for (int e = 0; e < 2; ++e) {
           const bool ancestor = set >> e & 1u;
           const float d = (Gt.x - (e ? Gj.z : Gj.x)) + (Gt.y - (e ? Gj.w : Gj.y));
-          const float decay = ancestor ? expf(ancestor ? d : 0.f) * (e ? rj.y : rj.x) : 0.f;
+          const float decay = ancestor ? exp_decay(d) * (e ? rj.y : rj.x) : 0.f;
           const int c = 2 * r + e;
           M[c] = j0 + e < t ? decay * bk * (ck[c] + ck1[c]) : 0.f;
           P[c] = decay * rq * (cq[c] + cq1[c]);
@@ -624,7 +642,8 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
   }
 }
 
-// (I + M)^-1 of every 16 x 16 unit-lower block, in the place of M. Entries stay at most 1 in size: they are products of
+// (I + M)^-1 - I of every 16 x 16 unit-lower block, in the place of M: without the identity, what the tensor cores'
+// truncating adds lose is lost from a correction and not from u itself. Entries stay at most 1 in size: they are products of
 // contractions I - beta k k^T seen through two unit vectors. Lane c has column c.
 template <class Tile>
 __device__ __forceinline__ void prepare_inverse(const Prep<Tile>& s, int warp, int warps, int lane) {
@@ -646,6 +665,9 @@ __device__ __forceinline__ void prepare_inverse(const Prep<Tile>& s, int warp, i
         }
         x[t] = s0 + s1;
       }
+#pragma unroll
+      for (int t = 0; t < 16; ++t)
+        if (t == c) x[t] = 0.f;
       __syncwarp();
       uint32_t* to = reinterpret_cast<uint32_t*>(M) + ((c & 7) >> 1) * 4 + (c >> 3);
 #pragma unroll
@@ -865,7 +887,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       // The inverse of the block times the right-hand side, then what the block adds to its own outputs. The right-hand
       // side is scaled to 2^10: |u| <= 16 max|x| then still fits, and u needs no scale of its own.
       uint32_t x_hi[4], x_lo[4];
-      float inverse[2];
+      float inverse[2], scaled[2][4];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float m = fmaxf(fmaxf(fabsf(xk[0][2 * r]), fabsf(xk[0][2 * r + 1])), fmaxf(fabsf(xk[1][2 * r]), fabsf(xk[1][2 * r + 1])));
@@ -875,8 +897,12 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         pow2_scale(m, scale, inverse[r]);
         scale *= 1.f / 16.f;
         inverse[r] *= 16.f;
-        split(xk[0][2 * r] * scale, xk[0][2 * r + 1] * scale, x_hi[r], x_lo[r]);
-        split(xk[1][2 * r] * scale, xk[1][2 * r + 1] * scale, x_hi[2 + r], x_lo[2 + r]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scaled[i][2 * r] = xk[i][2 * r] * scale;
+          scaled[i][2 * r + 1] = xk[i][2 * r + 1] * scale;
+          split(scaled[i][2 * r], scaled[i][2 * r + 1], x_hi[2 * i + r], x_lo[2 * i + r]);
+        }
       }
       const uint4* inv = reinterpret_cast<const uint4*>(s.diag + b * 512) + g * 4 + q4;
 #pragma unroll
@@ -887,7 +913,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         mma(c, x_hi, w.z, w.w);
         mma(c, x_hi, w.x, w.y);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) xk[i][e] = c[e] * (1.f / kCoefficientScale);
+        for (int e = 0; e < 4; ++e) xk[i][e] = fmaf(c[e], 1.f / kCoefficientScale, scaled[i][e]);
       }
       uint32_t (&uh)[4] = u_hi[b], (&ul)[4] = u_lo[b];
 #pragma unroll

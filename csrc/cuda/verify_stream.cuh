@@ -9,17 +9,23 @@ namespace treewy {
 namespace cuda {
 
 constexpr int kConsumers = 8;  // warps; 16 channels each, so that an item of 128 channels is one turn
-constexpr int kProducers = 4;  // warps; 12 warps leave 168 registers a thread
+#ifndef PRODUCERS
+#define PRODUCERS 4
+#endif
+#ifndef PNT
+#define PNT 2
+#endif
 
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT;
+  static constexpr int kProducers = NT <= PNT && !Tile::kConv ? PRODUCERS : 4;  // warps; 12 warps leave 168 registers a thread, 16 warps 128
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
-  static constexpr int kGroup = NT <= 2 ? 2 : 4;
+  static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory and the 16 named
   // barriers allow.
-  static constexpr int kBuffers = NT == 1 ? 6 : NT == 2 ? 4 : NT == 4 ? 3 : 2;
+  static constexpr int kBuffers = NT == 1 ? (PRODUCERS == 8 ? 4 : 6) : NT == 2 ? 4 : NT == 4 ? 3 : 2;
   static constexpr int kStages = NT <= 4 ? 2 : 1;       // state tiles in flight a consumer; long drafts are not memory-bound
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
@@ -138,7 +144,7 @@ struct ProducerInput {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__((kConsumers + kProducers) * 32, 1)
+__global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 1)
     verify_stream_kernel(const __grid_constant__ VerifyParams p, const __grid_constant__ StreamLaunch q) {
   using S = Stream<Tile>;
   constexpr int K = Tile::K;
@@ -172,13 +178,13 @@ __global__ void __launch_bounds__((kConsumers + kProducers) * 32, 1)
     for (int k = 0; here.item < q.items; ++k) {
       const int buffer = k % S::kBuffers, stage = k % S::kStages;
       const int row0 = (here.split * q.slabs + warp) * 16;
-      const int slot = slots[0];
+      const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
       auto ready = [&] {
         // The stage has been read into registers: refill it before waiting for the preparation.
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
-        slots[S::kStages - 1] = checked_slot(p, raw_slot);
+        slots[S::kStages - 1] = next_slot;
         prefetch(ahead, slots[S::kStages - 1], stage);
         ahead.advance(q, p.HV);
         raw_slot = raw_slot_of(p, q, ahead);
@@ -308,7 +314,7 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   q.step_split = blocks % q.splits;
   q.step_head = blocks / q.splits % p.HV;
   q.step_row = blocks / q.splits / p.HV;
-  verify_stream_kernel<Tile><<<blocks, (kConsumers + kProducers) * 32, bytes, stream>>>(p, q);
+  verify_stream_kernel<Tile><<<blocks, (kConsumers + S::kProducers) * 32, bytes, stream>>>(p, q);
   return cudaGetLastError();
 }
 
