@@ -6,8 +6,9 @@ Environment:
   CUDA_HOME, CXX         where nvcc lies; which C++ compiler to use.
   MAX_JOBS               compile jobs at a time (default: the number of CPUs).
 
-Everything is compiled by one ninja run in build/; a second build compiles only what changed. What ptxas says of each
-kernel (registers, spills) is kept in build/ptxas.log.
+Everything is compiled by one ninja run in build/ninja-<platform>-<python>, however the build is started (pip, editable or
+not; build_ext --inplace), so a second build compiles only what changed. What ptxas says of each kernel (registers, spills)
+is kept in build/ptxas.log.
 """
 
 import os
@@ -109,9 +110,14 @@ class Cuda:
         return [f"sm_{name}" + ("+PTX" if ptx else "") for name, ptx in self.archs]
 
 
-def quote(value):
-    """A C string macro for the command line, through ninja and the shell."""
-    return shlex.quote('"%s"' % value)
+def words(*arguments):
+    """Arguments as text for a ninja command: quoted for the shell, then for ninja."""
+    return " ".join(shlex.quote(str(a)) for a in arguments).replace("$", "$$")
+
+
+def path(p):
+    """A file in a ninja build line."""
+    return re.sub(r"([$ :])", r"$\1", str(p))
 
 
 class NinjaBuild(build_ext):
@@ -134,11 +140,11 @@ class NinjaBuild(build_ext):
         line = f"treewy: building {what} operators: {cuda.reason}"
         print(line, file=sys.stderr, flush=True)
 
-        work = Path(self.build_temp).resolve()
+        work = ROOT / "build" / f"ninja-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
         work.mkdir(parents=True, exist_ok=True)
         cxx = os.environ.get("CXX", "c++")
         torch_dir = Path(torch.__file__).parent
-        torch_flags = [f"-isystem{torch_dir}/include", f"-isystem{torch_dir}/include/torch/csrc/api/include"]
+        torch_flags = ["-isystem", f"{torch_dir}/include", "-isystem", f"{torch_dir}/include/torch/csrc/api/include"]
         compiler = output_of(*shlex.split(cxx), "--version").splitlines()[0].replace('"', "")
         common = ["-std=c++17", "-fPIC", "-O2", "-g0", "-Wall", "-fvisibility=hidden"]
         if cuda.on:
@@ -159,8 +165,8 @@ class NinjaBuild(build_ext):
 
         def compile_cxx(source, flags, name=None):
             target = work / ((name or source.stem) + ".o")
-            lines.append(f"build {target}: cxx {source}\n  flags = {' '.join(common + flags)}\n")
-            return str(target)
+            lines.append(f"build {path(target)}: cxx {path(source)}\n  flags = {words(*common, *flags)}\n")
+            return target
 
         ops_objects.append(compile_cxx(csrc / "torch_ops.cpp", torch_flags))
         ops_objects.append(compile_cxx(csrc / "cpu_launch.cpp", ["-fopenmp"]))
@@ -170,8 +176,8 @@ class NinjaBuild(build_ext):
         if cuda.on:
             for source in [*cuda.sources, csrc / "cuda_error.cpp"]:
                 target = work / (source.stem + ".cuda.o")
-                lines.append(f"build {target}: nvcc {source}\n")
-                ops_objects.append(str(target))
+                lines.append(f"build {path(target)}: nvcc {path(source)}\n")
+                ops_objects.append(target)
                 cuda_logs.append(Path(f"{target}.log"))
         facts = {
             "TREEWY_VERSION": version(),
@@ -181,23 +187,23 @@ class NinjaBuild(build_ext):
             "TREEWY_CUDA_COMPILER": f"nvcc {cuda.version}" if cuda.on else "",
             "TREEWY_ARCHITECTURES": ";".join(cuda.names()),
         }
-        host_flags = [f"-isystem{pybind11.get_include()}", f"-isystem{sysconfig.get_paths()['include']}"]
-        host_flags += [f"-D{name}={quote(value)}" for name, value in facts.items()]
+        host_flags = ["-isystem", pybind11.get_include(), "-isystem", sysconfig.get_paths()["include"]]
+        host_flags += [f'-D{name}="{value}"' for name, value in facts.items()]
         host_object = compile_cxx(csrc / "host.cpp", host_flags)
 
         # nvcc links when CUDA is on, because it knows where its static runtime lies. Static and with hidden symbols: the
         # library then loads on a machine without GPU, driver or toolkit, whatever runtime torch brings.
         ops, host = work / "_ops.so", work / "_host.so"
-        lines.append(f"build {ops}: link_ops {' '.join(ops_objects)}\n")
-        lines.append(f"build {host}: link_host {host_object}\n")
-        libs = f"-L{torch_dir}/lib -ltorch_cpu -lc10"
+        lines.append(f"build {path(ops)}: link_ops {' '.join(map(path, ops_objects))}\n")
+        lines.append(f"build {path(host)}: link_host {path(host_object)}\n")
+        libs = words(f"-L{torch_dir}/lib", "-ltorch_cpu", "-lc10")
         if cuda.on:
-            nvcc_cxx = f"-ccbin {shlex.split(cxx)[-1]}"
-            link_ops = (f"{cuda.nvcc} {nvcc_cxx} -shared -cudart static $in -o $out {' '.join(cuda.flags())} {libs} -Xcompiler -fopenmp "
+            nvcc = words(cuda.nvcc, "-ccbin", shlex.split(cxx)[-1])
+            link_ops = (f"{nvcc} -shared -cudart static $in -o $out {words(*cuda.flags())} {libs} -Xcompiler -fopenmp "
                         "-Xlinker --exclude-libs,ALL")
             nvcc_rule = ("rule nvcc\n"
-                         f"  command = {cuda.nvcc} {nvcc_cxx} -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v --threads 1 "
-                         f"-I{csrc} {' '.join(cuda.flags())} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)\n"
+                         f"  command = {nvcc} -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -v "
+                         f"{words('-I', csrc, *cuda.flags())} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)\n"
                          "  depfile = $out.d\n  deps = gcc\n  description = nvcc $in\n")
         else:
             link_ops = f"{cxx} -shared $in -o $out {libs} -fopenmp -Wl,--exclude-libs,ALL"
@@ -216,12 +222,11 @@ class NinjaBuild(build_ext):
             ninja_exe = os.path.join(ninja.BIN_DIR, "ninja")
         except ImportError:
             ninja_exe = shutil.which("ninja") or sys.exit("treewy: the build needs ninja; install it (pip install ninja)")
-        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         if subprocess.run([ninja_exe, "-C", str(work), "-j", jobs]).returncode:
             sys.exit("treewy: the build failed; the compiler's message is above")
         if cuda.on:
-            log = Path(self.build_temp).resolve().parent / "ptxas.log"
-            log.write_text("".join(p.read_text() for p in cuda_logs if p.exists()))
+            (ROOT / "build" / "ptxas.log").write_text("".join(p.read_text() for p in cuda_logs if p.exists()))
         for ext in self.extensions:
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -231,9 +236,10 @@ class NinjaBuild(build_ext):
             os.replace(fresh, target)
 
 
-setup(
-    version=version(),
-    package_dir={"": "python"},
-    ext_modules=[Extension("treewy_sglang._ops", []), Extension("treewy_sglang._host", [])],
-    cmdclass={"build_ext": NinjaBuild},
-)
+if __name__ == "__main__":  # tests import this file
+    setup(
+        version=version(),
+        package_dir={"": "python"},
+        ext_modules=[Extension("treewy_sglang._ops", []), Extension("treewy_sglang._host", [])],
+        cmdclass={"build_ext": NinjaBuild},
+    )
