@@ -74,8 +74,21 @@ def test_defaults_do_not_override_the_user():
 
 
 def run(code, *path):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(PYTHON)]), "CUDA_VISIBLE_DEVICES": ""}
+    inherited = {k: v for k, v in os.environ.items() if k != "TREEWY_CPU_FORK"}
+    environ = {**inherited, "PYTHONPATH": os.pathsep.join([*map(str, path), str(PYTHON)]), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+
+
+def test_fork_is_opt_in():
+    code = (
+        "import multiprocessing, os\n"
+        "from treewy_sglang.sglang.cpu import bootstrap\n"
+        "on = [bootstrap.start_by_fork(os.environ) for _ in range(2)]\n"
+        "multiprocessing.set_start_method('spawn', force=True)\n"
+        "print(on, multiprocessing.get_start_method())"
+    )
+    assert run(code).stdout.strip() == "[False, False] spawn"
+    assert run("import os; os.environ['TREEWY_CPU_FORK'] = '1'\n" + code).stdout.strip() == "[True, True] fork"
 
 
 def test_importing_the_folder_loads_nothing():
