@@ -14,11 +14,19 @@
 
 namespace treewy {
 
-#if defined(__AVX512F__)
+// VL floats a vector. TREEWY_VL sets any width by hand, without intrinsics: tests run the code of wide machines on narrow
+// ones.
+#if defined(TREEWY_VL)
+#define TREEWY_INTRINSICS 0
+constexpr int VL = TREEWY_VL;
+#elif defined(__AVX512F__)
+#define TREEWY_INTRINSICS 512
 constexpr int VL = 16;
 #elif defined(__AVX2__)
+#define TREEWY_INTRINSICS 256
 constexpr int VL = 8;
 #else
+#define TREEWY_INTRINSICS 0
 constexpr int VL = 4;  // SSE2, NEON
 #endif
 
@@ -50,21 +58,23 @@ static inline vf vexp(vf x) {
 }
 
 static inline float sum_lanes(vf x) {
-#if defined(__AVX512F__)
+#if TREEWY_INTRINSICS == 512
   return _mm512_reduce_add_ps((__m512)x);
-#elif defined(__AVX2__)
+#elif TREEWY_INTRINSICS == 256
   const __m256 y = (__m256)x;
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 #else
-  return (x[0] + x[2]) + (x[1] + x[3]);
+  for (int half = VL / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
 #endif
 }
 
 // out[i] = sum of the lanes of x[i], i < 4.
 static inline void sum_lanes4(const vf* x, float* out) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if TREEWY_INTRINSICS == 256
   const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps((__m256)x[0], (__m256)x[1]), _mm256_hadd_ps((__m256)x[2], (__m256)x[3]));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
 #else

@@ -115,7 +115,7 @@ def _cut(shape, dtype, generator, device, scale=1.0, before=3, after=5, align=8)
     view = big[before : before + tokens, before * align : before * align + inner]
     view.copy_(torch.randn(tokens, inner, generator=generator) * scale)
     big = big.to(device)
-    return big[before : before + tokens, before * align : before * align + inner].unflatten(1, shape[1:]) if len(shape) > 1 else big
+    return big[before : before + tokens, before * align : before * align + inner].unflatten(1, shape[1:])
 
 
 def _lean(x, generator):

@@ -169,3 +169,20 @@ def test_thread_counts_agree(device):
     for other in results[1:]:
         for a, b in zip(results[0], other):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_kernels_of_every_vector_width(tmp_path, lanes):
+    """The CPU kernels compiled without torch for vectors of any width, that of AVX-512 included, against the recurrence."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    root = Path(__file__).resolve().parents[2]
+    sources = [root / "tests/ops/cpu_selfcheck.cpp", root / "csrc/cpu_kernels.cpp", root / "csrc/cpu_launch.cpp"]
+    program = tmp_path / "selfcheck"
+    subprocess.run(
+        [compiler, "-std=c++17", "-O1", "-Wno-psabi", "-Wno-unknown-pragmas", f"-DTREEWY_VL={lanes}", f"-I{root / 'csrc'}", *map(str, sources), "-o", str(program)],
+        check=True,
+    )  # fmt: skip
+    run = subprocess.run([str(program)], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.endswith("all good\n"), run.stdout + run.stderr
