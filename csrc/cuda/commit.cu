@@ -13,7 +13,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
 #ifndef COMMIT_BLOCKS
-#define COMMIT_BLOCKS 4
+#define COMMIT_BLOCKS 3
 #endif
 constexpr int kCommitBlocks = COMMIT_BLOCKS;
 constexpr int kConvChannels = 2048;   // channels of one convolution block
@@ -25,24 +25,22 @@ struct CommitLaunch {
   int conv_total;       // conv_blocks * L * N; these blocks come first
   int heads_per_key;    // HV / H
   bool vector_conv;     // convolution states are [D, 3] without gaps, 16-bit, and aligned
-  bool vector_stash;    // u and k rows can be read 16 bytes at a time
+  bool vector_stash;    // 16-bit k, and u and k rows can be read 16 bytes at a time
   bool vector_state;    // state rows are aligned for 4-element accesses
 };
 
-// Four staged elements; 16-bit ones lie in the first half of their 16 bytes.
-template <class State>
-__device__ __forceinline__ float4 staged_state4(const float4* s) {
-  if constexpr (sizeof(State) == 4) {
-    return *s;
-  } else {
-    constexpr bool is_bf16 = std::is_same<State, __nv_bfloat16>::value;
-    const uint2 w = *reinterpret_cast<const uint2*>(s);
+__device__ __forceinline__ float4 load_state4(const float* s, bool vec) {
+  if (vec) return __ldcs(reinterpret_cast<const float4*>(s));
+  return make_float4(s[0], s[1], s[2], s[3]);
+}
+template <class Half>
+__device__ __forceinline__ float4 load_state4(const Half* s, bool vec) {
+  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
+  if (vec) {
+    const uint2 w = __ldcs(reinterpret_cast<const uint2*>(s));
     const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
     return make_float4(a.x, a.y, b.x, b.y);
   }
-}
-template <class State>
-__device__ __forceinline__ float4 load_state4(const State* s) {
   return make_float4(float(s[0]), float(s[1]), float(s[2]), float(s[3]));
 }
 __device__ __forceinline__ void store_state4(float* s, float4 x, bool vec) {
@@ -155,21 +153,6 @@ struct CommitTile {
   static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
 };
 
-// Eight consecutive values of a stash row as float32.
-__device__ __forceinline__ void load8(const void* base, int64_t at, DType dtype, bool vec, float (&x)[8]) {
-  if (vec && dtype != DType::kFloat32) {
-    const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + at);
-    const uint32_t ww[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 f = unpack_half2(ww[i], dtype == DType::kBFloat16);
-      x[2 * i] = f.x, x[2 * i + 1] = f.y;
-    }
-  } else {
-    for (int i = 0; i < 8; ++i) x[i] = load_float(base, at + i, dtype);
-  }
-}
-
 template <class State, int K>
 __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
   using Tile = CommitTile<State, K>;
@@ -198,22 +181,12 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
   const int first_row = slab * Tile::kRows;
   State* tile = static_cast<State*>(p.state) + l * p.state_stride_layer + r.slot * p.state_stride_slot + hv * p.state_stride_head +
                 (first_row + row0) * K + col;
-  // The old state waits in shared memory that only this thread reads, so that the walk and the gathers below keep their
-  // registers and more blocks fit.
-  extern __shared__ __align__(16) unsigned char staged[];
-  float4* mine = reinterpret_cast<float4*>(staged) + tid;
-  float4* partial = mine + (p.T > kPathChunk ? RPT * kThreads : 0);  // of paths longer than a chunk
-  if (c.vector_state) {
+  float4 acc[RPT];
+  auto load_state = [&] {
 #pragma unroll
-    for (int i = 0; i < RPT; ++i) {
-      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(mine + i * kThreads));
-      if constexpr (sizeof(State) == 4) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(tile + i * K) : "memory");
-      } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(tile + i * K) : "memory");
-      }
-    }
-  }
+    for (int i = 0; i < RPT; ++i) acc[i] = load_state4(tile + i * K, c.vector_state);
+  };
+  load_state();
 
   const int* nodes = paths[tid >> 5];
   const Path path = walk_path(p, r, n, counts, parent, paths[tid >> 5]);
@@ -229,6 +202,7 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 #pragma unroll 1
   for (int pass = track ? 1 : 0; pass >= 0; --pass) {
     const int from = pass == 1 ? path.track_at : 0;
+    if (track && pass == 0) load_state();
     // e^{G_a}: the sum of every decay on the path, in the order in which the weights accumulate it below.
     float sum = 0.f;
     for (int base = from; base < path.length; base += 32) {
@@ -254,72 +228,69 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
       const float weight = expf(before + exclusive);
       before += __shfl_sync(0xffffffffu, inclusive, kPathChunk - 1);
       if (base > from) __syncthreads();
-      // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
-      static_assert(kPathChunk * K / 8 % kThreads == 0 || kPathChunk * K / 8 < kThreads, "");
       constexpr int kPiecesK = kPathChunk * K / 8, kPiecesU = kPathChunk * Tile::kRows / 4;
+      if (c.vector_stash) {
+        // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
 #pragma unroll 1
-      for (int first = 0; first < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); first += kThreads) {
-        const int jk = (first + tid) / (K / 8), ck = (first + tid) % (K / 8) * 8;
-        const int ju = (first + tid) / (Tile::kRows / 4), cu = (first + tid) % (Tile::kRows / 4) * 4;
-        const bool has_k = first + tid < kPiecesK && jk < count, has_u = first + tid < kPiecesU && ju < count;
-        float x[8], norm = 0.f;
-        float4 uu = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (has_k) {
-          const int node_k = nodes[base + jk];
-          load8(p.stash.k, k_base + node_k * K + ck, p.act_dtype, c.vector_stash, x);
-          norm = rn[node_k];
-        }
-        if (has_u) {
-          const float* at = u + nodes[base + ju] * K + cu;
-          uu = c.vector_stash ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
-        }
-        if (has_k) {
-          *reinterpret_cast<float4*>(&ks[jk][ck]) = make_float4(x[0] * norm, x[1] * norm, x[2] * norm, x[3] * norm);
-          *reinterpret_cast<float4*>(&ks[jk][ck + 4]) = make_float4(x[4] * norm, x[5] * norm, x[6] * norm, x[7] * norm);
-        }
-        if (has_u) *reinterpret_cast<float4*>(&us[ju][cu]) = uu;
-      }
-      __syncthreads();
-      // Four rows at a time: sixteen accumulators leave room for four blocks a multiprocessor.
-      const bool first_chunk = base == from, last_chunk = base + kPathChunk >= path.length;
-      if (first_chunk) asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll 1
-      for (int i4 = 0; i4 < RPT; i4 += 4) {
-        float4 acc[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (first_chunk) {
-            const float4 x = c.vector_state ? staged_state4<State>(mine + (i4 + i) * kThreads) : load_state4(tile + (i4 + i) * K);
-            acc[i] = make_float4(x.x * decay, x.y * decay, x.z * decay, x.w * decay);
-          } else {
-            acc[i] = partial[(i4 + i) * kThreads];
+        for (int piece = tid; piece < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); piece += kThreads) {
+          const int jk = piece / (K / 8), ju = piece / (Tile::kRows / 4);
+          const bool has_k = piece < kPiecesK && jk < count, has_u = piece < kPiecesU && ju < count;
+          uint4 kk;
+          float4 uu;
+          float norm;
+          if (has_k) {
+            const int node = nodes[base + jk];
+            kk = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.stash.k) + k_base + node * K + piece % (K / 8) * 8);
+            norm = rn[node];
+          }
+          if (has_u) uu = *reinterpret_cast<const float4*>(u + nodes[base + ju] * K + piece % (Tile::kRows / 4) * 4);
+          if (has_u) reinterpret_cast<float4*>(us)[piece] = uu;
+          if (has_k) {
+            const bool bf = p.act_dtype == DType::kBFloat16;
+            const float2 x0 = unpack_half2(kk.x, bf), x1 = unpack_half2(kk.y, bf);
+            reinterpret_cast<float4*>(ks)[2 * piece] = make_float4(x0.x * norm, x0.y * norm, x1.x * norm, x1.y * norm);
+            const float2 x2 = unpack_half2(kk.z, bf), x3 = unpack_half2(kk.w, bf);
+            reinterpret_cast<float4*>(ks)[2 * piece + 1] = make_float4(x2.x * norm, x2.y * norm, x3.x * norm, x3.y * norm);
           }
         }
-#pragma unroll 2
-        for (int j = 0; j < count; ++j) {
-          const float w = __shfl_sync(0xffffffffu, weight, j);
-          float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
-          kk = make_float4(kk.x * w, kk.y * w, kk.z * w, kk.w * w);
+      } else {
+#pragma unroll 1
+        for (int i = tid; i < count * K; i += kThreads) {
+          const int node = nodes[base + i / K];
+          ks[i / K][i % K] = load_float(p.stash.k, k_base + node * K + i % K, p.act_dtype) * rn[node];
+        }
+#pragma unroll 1
+        for (int i = tid; i < count * Tile::kRows; i += kThreads)
+          us[i / Tile::kRows][i % Tile::kRows] = u[nodes[base + i / Tile::kRows] * K + i % Tile::kRows];
+      }
+      __syncthreads();
+      if (base == from) {
+#pragma unroll
+        for (int i = 0; i < RPT; ++i)
+          acc[i] = make_float4(acc[i].x * decay, acc[i].y * decay, acc[i].z * decay, acc[i].w * decay);
+      }
+#pragma unroll 1
+      for (int j = 0; j < count; ++j) {
+        const float w = __shfl_sync(0xffffffffu, weight, j);
+        float4 kk = *reinterpret_cast<const float4*>(&ks[j][col]);
+        kk = make_float4(kk.x * w, kk.y * w, kk.z * w, kk.w * w);
+#pragma unroll
+        for (int i4 = 0; i4 < RPT; i4 += 4) {
           const float4 uu = *reinterpret_cast<const float4*>(&us[j][row0 + i4]);
           const float ui[4] = {uu.x, uu.y, uu.z, uu.w};
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            acc[i].x = fmaf(ui[i], kk.x, acc[i].x);
-            acc[i].y = fmaf(ui[i], kk.y, acc[i].y);
-            acc[i].z = fmaf(ui[i], kk.z, acc[i].z);
-            acc[i].w = fmaf(ui[i], kk.w, acc[i].w);
+            acc[i4 + i].x = fmaf(ui[i], kk.x, acc[i4 + i].x);
+            acc[i4 + i].y = fmaf(ui[i], kk.y, acc[i4 + i].y);
+            acc[i4 + i].z = fmaf(ui[i], kk.z, acc[i4 + i].z);
+            acc[i4 + i].w = fmaf(ui[i], kk.w, acc[i4 + i].w);
           }
-        }
-        if (last_chunk) {
-          State* to = (pass == 1 ? tile + (r.track_slot - r.slot) * p.state_stride_slot : tile) + i4 * K;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) store_state4(to + i * K, acc[i], c.vector_state);
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) partial[(i4 + i) * kThreads] = acc[i];
         }
       }
     }
+    State* to = pass == 1 ? tile + (r.track_slot - r.slot) * p.state_stride_slot : tile;
+#pragma unroll
+    for (int i = 0; i < RPT; ++i) store_state4(to + i * K, acc[i], c.vector_state);
     if (pass == 1) __syncthreads();
   }
 }
@@ -442,7 +413,7 @@ int launch(const CommitParams& p, cudaStream_t stream) {
     for (int64_t x : strides) ok = ok && x * size % 16 == 0;
     return ok;
   };
-  c.vector_stash = stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
+  c.vector_stash = p.act_dtype != DType::kFloat32 && stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
                    stash_aligned(st.k, element_size(p.act_dtype), {p.k_stride_layer, st.k_stride_row, st.k_stride_head});
   c.vector_conv = c.conv_blocks > 0 && p.W == 4 && p.D % 8 == 0 && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 &&
                   p.conv_dtype != DType::kFloat32 && p.conv_dtype == p.act_dtype &&
@@ -450,11 +421,7 @@ int launch(const CommitParams& p, cudaStream_t stream) {
                   stash_aligned(st.conv, 2, {p.conv_stride_layer, st.conv_stride_row, st.conv_stride_node});
   const int64_t blocks = c.conv_total + static_cast<int64_t>(p.L) * p.N * p.HV * c.slabs;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  constexpr int kStaged = kThreads * Tile::kRowsPerThread * sizeof(float4);
-  static std::atomic<uint64_t> allowed{0};
-  cudaError_t e = allow_shared(commit_kernel<State, K>, 2 * kStaged, allowed);
-  if (e != cudaSuccess) return e;
-  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, p.T > kPathChunk ? 2 * kStaged : kStaged, stream>>>(c);
+  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(c);
   return cudaGetLastError();
 }
 

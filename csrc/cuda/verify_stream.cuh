@@ -23,23 +23,44 @@ struct Stream {
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
-  // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory and the 16 named
-  // barriers allow.
-  static constexpr int kBuffers = NT == 1 ? (PRODUCERS == 8 ? 4 : 6) : NT == 2 ? 4 : NT == 4 ? 3 : 2;
+  // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
+  static constexpr int kBuffers = NT == 1 ? (kProducers == 8 ? 8 : 6) : NT == 2 ? 4 : NT == 4 ? 3 : 2;
   static constexpr int kStages = NT <= 4 ? 2 : 1;       // state tiles in flight a consumer; long drafts are not memory-bound
+  static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
   // Raw k and q rows of a group's item, with three older columns of a convolution behind; raw v columns of a consumer.
   __host__ __device__ static int raw_bytes(int T) { return (Prep<Tile>::nodes(T) + (Tile::kConv ? 3 : 0)) * 512; }
   __host__ __device__ static int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::nodes(T) + 4) * 32 : 0; }
   static int bytes(int T) {
-    return kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
+    return kBarrierBytes + kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
   }
 };
 
-// Named barriers: 1.. full, then empty, then one a producer group.
+// Buffers change hands through mbarriers: a consumer warp waits for its producers only, never for the other consumers.
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))), "r"(count) : "memory");
+}
+// For the whole warp, whose earlier accesses it orders.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, int lane) {
+  __syncwarp();
+  if (lane == 0)
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(bar));
+  uint32_t done;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#endif
+                 : "=r"(done) : "r"(at), "r"(parity) : "memory");
+  } while (!done);
+}
+// Named barriers of a producer group.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(int id, int threads) { asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ int barrier_or(int id, int threads, int x) {
   int r;
   asm volatile(
@@ -151,14 +172,22 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int prep_bytes = Prep<Tile>::bytes(p.T);
-  unsigned char* preps = shared + S::kStateBytes;
+  unsigned char* preps = shared + S::kBarrierBytes + S::kStateBytes;
   unsigned char* raws = preps + S::kBuffers * prep_bytes;
-  const int barrier_threads = (q.slabs + S::kGroup) * 32;
+  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* empty = full + S::kBuffers;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kBuffers; ++i) {
+      mbarrier_init(full + i, S::kGroup);
+      mbarrier_init(empty + i, q.slabs);
+    }
+  }
+  __syncthreads();
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
   if (warp < kConsumers) {
     if (warp >= q.slabs) return;
-    unsigned char* stages = shared + warp * S::kStages * StateFragments<Tile>::kBytes;
+    unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
     auto prefetch = [&](const Cursor& c, int slot, int stage) {
       if (slot >= 0)
         StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state,
@@ -176,7 +205,7 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
     int64_t raw_slot = raw_slot_of(p, q, ahead);
 
     for (int k = 0; here.item < q.items; ++k) {
-      const int buffer = k % S::kBuffers, stage = k % S::kStages;
+      const int buffer = k % S::kBuffers, use = k / S::kBuffers, stage = k % S::kStages;
       const int row0 = (here.split * q.slabs + warp) * 16;
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
@@ -188,7 +217,7 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
         prefetch(ahead, slots[S::kStages - 1], stage);
         ahead.advance(q, p.HV);
         raw_slot = raw_slot_of(p, q, ahead);
-        barrier_sync(1 + buffer, barrier_threads);
+        mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
       asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
@@ -202,12 +231,12 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
         ready();
       }
       if (!sound) write_zeros(p, here.n, here.hv, row0, 16, lane, 32);
-      if (here.item + S::kBuffers * static_cast<int64_t>(gridDim.x) < q.items) barrier_arrive(1 + S::kBuffers + buffer, barrier_threads);
+      mbarrier_arrive(empty + buffer, lane);
       here.advance(q, p.HV);
     }
   } else {
     const int group = (warp - kConsumers) / S::kGroup, gw = (warp - kConsumers) % S::kGroup;
-    const int group_barrier = 1 + 2 * S::kBuffers + group;
+    const int group_barrier = 1 + group;
     auto sync = [&] {
       if constexpr (S::kGroup == 1) {
         __syncwarp();
@@ -222,12 +251,12 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
     in.load(p, q, here, gw, lane);
     ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
     for (int k = group; here.item < q.items; k += S::kGroups) {
-      const int buffer = k % S::kBuffers;
+      const int buffer = k % S::kBuffers, use = k / S::kBuffers;
       const int h = here.hv / q.heads_per_key;
       const bool counts = gw == 0 && lane == 0 && here.hv == 0 && here.split == 0;
       const bool writes_k = here.split == 0 && here.hv == h * q.heads_per_key;
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
-      if (k >= S::kBuffers) barrier_sync(1 + S::kBuffers + buffer, barrier_threads);
+      if (use > 0) mbarrier_wait(empty + buffer, (use - 1) & 1);
       const int tid = gw * 32 + lane;
       int bad = in.parent < -1 || in.parent >= (tid < p.T ? tid : 0);
       if (tid < s.Tpad) s.parent[tid] = in.parent;
@@ -287,8 +316,7 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
           prepare_inverse<Tile>(s, gw, S::kGroup, lane);
         }
       }
-      asm volatile("fence.acq_rel.cta;" ::: "memory");
-      barrier_arrive(1 + buffer, barrier_threads);
+      mbarrier_arrive(full + buffer, lane);
     }
   }
 }
