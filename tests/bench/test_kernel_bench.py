@@ -76,7 +76,7 @@ def test_targets_from_rows():
     assert found["verify 64 x chain 4, share of read bandwidth"][1] is True
     assert found["verify 64 x tree 16 / chain 4"] == ("2.00", False)
     measured, met = found["verify+commit 64 x chain 4: snapshot / treewy"]
-    assert met is True and measured.startswith(f"{(188 + 69) / (40 + 75):.2f}")
+    assert met is True and measured.startswith("2.23")
     assert found["verify+commit 256 x chain 4: snapshot / treewy"] == ("not measured", None)
     assert "MISSED" in report.table(rows)
 
