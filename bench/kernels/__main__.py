@@ -213,7 +213,8 @@ def main(argv=None) -> int:
         else:
             if pool is None or (pool.shape.name, pool.state_dtype) != (case.shape, case.state_dtype):
                 pool = None
-                run.free_bytes(args.device)
+                if args.device == "cuda":
+                    torch.cuda.empty_cache()
                 pool = problem.Pool(shape, case.state_dtype, args.device)
             budget_ms = 15.0 if f"{case.draft}{case.nodes}" not in args.drafts else 60.0
             figures, broken = run.run(case, pool, args.device, budget_ms=budget_ms)

@@ -82,10 +82,10 @@ def matrix(shapes, requests, drafts, modes, state_dtype) -> list[Case]:
     ]
 
     def order(case: Case):
-        # treewy first, then the peers of the targets, then the other peers: a run cut short still says the most it can.
+        # Shape by shape, treewy before the peers and the batch of the targets first: a run cut short still says much.
         peer = case.mode in ("snapshot", "replayssm")
-        target = case.shape == "35B" and (case.requests == 64 or (case.draft, case.nodes) == ("chain", 4))
-        return (0 if not peer else 1 if target else 2, list(shapes).index(case.shape), case.requests != 64)
+        target = case.requests == 64 or (case.draft, case.nodes) == ("chain", 4)
+        return (list(shapes).index(case.shape), 0 if not peer else 1 if target else 2, case.requests != 64)
 
     return sorted(cases, key=order)
 

@@ -12,7 +12,7 @@ from .timing import L2_FLOOR
 
 SLOTS = 272  # slots of every pool: SGLang's conv kernel is compiled anew for each pool size
 POOL_BYTES = 20 << 30  # state pool of a shape, all layers
-CASE_BYTES = 64 << 30  # buffers that grow with requests x nodes
+CASE_BYTES = 24 << 30  # buffers that grow with requests x nodes
 ACT = torch.bfloat16
 
 

@@ -3,7 +3,7 @@
 #
 # For a rented GPU whose minutes count: what does not disturb a timing (tests, sanitizers, compiling the peers' Triton
 # kernels) runs side by side first; the benchmark has the GPU to itself. Knobs, from the environment:
-#   STEPS          any of "tests accuracy sanitize bench" (default: all)
+#   STEPS          any of "precompile tests accuracy sanitize bench" (default: all)
 #   BENCH_SECONDS  no new case after this long (default 240); SIDE_SECONDS limit of tests and sanitizers (default 150)
 #   PRECOMPILE_UNTIL  seconds from the start to wait for the compiler, after the benchmark, to fill the cache (default 0)
 #   BENCH_ARGS     more arguments for bench.kernels; TRITON_CACHE folder of compiled peers (see precompile.py)
@@ -13,15 +13,15 @@ set -u
 cd "$(dirname "$0")/../.."
 out=$(mkdir -p "${1:?OUT folder}" && cd "$1" && pwd)
 python=${PYTHON:-python3}
-steps=" ${STEPS:-tests accuracy sanitize bench} "
+steps=" ${STEPS:-precompile tests accuracy sanitize bench} "
 side=${SIDE_SECONDS:-150}
 cache=${TRITON_CACHE:-/tmp/treewy-triton-cache}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHON="$python"
 has() { [[ $steps == *" $1 "* ]]; }
 say() { printf '[%4d s] %s\n' "$SECONDS" "$*"; }
 
-pids=()
-if has bench; then
+pids=() precompile=
+if has precompile; then
   # Slowest first, one process a variant: SGLang's convolution unrolls every node. All of it is CPU work.
   mkdir -p "$cache"
   {
@@ -58,6 +58,8 @@ if has bench; then
   "$python" -m bench.kernels --triton-cache "$cache" --budget "${BENCH_SECONDS:-240}" --out "$out/results" ${BENCH_ARGS:-} \
     > "$out/bench.log" 2>&1
   say "benchmark ended with $?"; tail -n "${TAIL:-70}" "$out/bench.log"
+fi
+if [ -n "$precompile" ]; then
   while [ "$SECONDS" -lt "${PRECOMPILE_UNTIL:-0}" ] && kill -0 "$precompile" 2>/dev/null; do sleep 1; done
   kill "$precompile" 2>/dev/null && say "compiling the peers was cut short"
 fi

@@ -61,7 +61,7 @@ def graph_us(calls, device: str, budget_ms: float = 60.0, least: int | None = No
 
         replay()
         once = replay()
-        repeats = int(min(30, max(7, budget_ms / max(once, 1e-3))))
+        repeats = int(min(30, max(7 if once < 100 else 3, budget_ms / max(once, 1e-3))))
         median = statistics.median(replay() for _ in range(repeats))
     torch.cuda.current_stream().wait_stream(stream)
     del graph

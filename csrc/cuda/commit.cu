@@ -16,7 +16,7 @@ constexpr int kPathChunk = 16;        // path nodes gathered into shared memory 
 #define COMMIT_BLOCKS 3
 #endif
 constexpr int kCommitBlocks = COMMIT_BLOCKS;
-constexpr int kConvChannels = 1024;   // channels of one convolution block
+constexpr int kConvChannels = 2048;   // channels of one convolution block
 
 struct CommitLaunch {
   CommitParams p;
@@ -24,20 +24,23 @@ struct CommitLaunch {
   int conv_blocks;      // blocks per (layer, request)
   int conv_total;       // conv_blocks * L * N; these blocks come first
   int heads_per_key;    // HV / H
-  bool vector_stash;    // u and k rows can be read 16 bytes at a time
+  bool vector_conv;     // convolution states are [D, 3] without gaps, 16-bit, and aligned
+  bool vector_stash;    // 16-bit k, and u and k rows can be read 16 bytes at a time
   bool vector_state;    // state rows are aligned for 4-element accesses
 };
 
-__device__ __forceinline__ float4 staged_state4(const float* s) { return *reinterpret_cast<const float4*>(s); }
-template <class Half>
-__device__ __forceinline__ float4 staged_state4(const Half* s) {
-  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
-  const uint2 w = *reinterpret_cast<const uint2*>(s);
-  const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
-  return make_float4(a.x, a.y, b.x, b.y);
+__device__ __forceinline__ float4 load_state4(const float* s, bool vec) {
+  if (vec) return __ldcs(reinterpret_cast<const float4*>(s));
+  return make_float4(s[0], s[1], s[2], s[3]);
 }
-template <class State>
-__device__ __forceinline__ float4 load_state4(const State* s) {
+template <class Half>
+__device__ __forceinline__ float4 load_state4(const Half* s, bool vec) {
+  constexpr bool is_bf16 = std::is_same<Half, __nv_bfloat16>::value;
+  if (vec) {
+    const uint2 w = __ldcs(reinterpret_cast<const uint2*>(s));
+    const float2 a = unpack_half2(w.x, is_bf16), b = unpack_half2(w.y, is_bf16);
+    return make_float4(a.x, a.y, b.x, b.y);
+  }
   return make_float4(float(s[0]), float(s[1]), float(s[2]), float(s[3]));
 }
 __device__ __forceinline__ void store_state4(float* s, float4 x, bool vec) {
@@ -150,22 +153,6 @@ struct CommitTile {
   static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
 };
 
-// Eight consecutive values of a stash row as float32.
-__device__ __forceinline__ void load8(const void* base, int64_t at, DType dtype, bool vec, float (&x)[8]) {
-  if (vec && dtype != DType::kFloat32) {
-    const uint4 w = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + at);
-    const uint32_t ww[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 f = unpack_half2(ww[i], dtype == DType::kBFloat16);
-      x[2 * i] = f.x, x[2 * i + 1] = f.y;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = load_float(base, at + i, dtype);
-  }
-}
-
 template <class State, int K>
 __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
   using Tile = CommitTile<State, K>;
@@ -192,23 +179,14 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 
   const int col = tid % Tile::kLanesPerRow * 4, row0 = tid / Tile::kLanesPerRow * RPT;
   const int first_row = slab * Tile::kRows;
-  State* pool = static_cast<State*>(p.state) + l * p.state_stride_layer + hv * p.state_stride_head + (first_row + row0) * K + col;
-  State* tile = pool + r.slot * p.state_stride_slot;
-  // The old state waits in shared memory that only this thread reads, so that the walk and the gathers below keep their
-  // registers and more blocks fit.
-  extern __shared__ __align__(16) unsigned char staged[];
-  State* mine = reinterpret_cast<State*>(staged) + tid * 4;
-  if (c.vector_state) {
+  State* tile = static_cast<State*>(p.state) + l * p.state_stride_layer + r.slot * p.state_stride_slot + hv * p.state_stride_head +
+                (first_row + row0) * K + col;
+  float4 acc[RPT];
+  auto load_state = [&] {
 #pragma unroll
-    for (int i = 0; i < RPT; ++i) {
-      const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(mine + i * kThreads * 4));
-      if constexpr (sizeof(State) == 4) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(tile + i * K) : "memory");
-      } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(tile + i * K) : "memory");
-      }
-    }
-  }
+    for (int i = 0; i < RPT; ++i) acc[i] = load_state4(tile + i * K, c.vector_state);
+  };
+  load_state();
 
   const int* nodes = paths[tid >> 5];
   const Path path = walk_path(p, r, n, counts, parent, paths[tid >> 5]);
@@ -224,7 +202,7 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 #pragma unroll 1
   for (int pass = track ? 1 : 0; pass >= 0; --pass) {
     const int from = pass == 1 ? path.track_at : 0;
-    float4 acc[RPT];
+    if (track && pass == 0) load_state();
     // e^{G_a}: the sum of every decay on the path, in the order in which the weights accumulate it below.
     float sum = 0.f;
     for (int base = from; base < path.length; base += 32) {
@@ -250,39 +228,46 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
       const float weight = expf(before + exclusive);
       before += __shfl_sync(0xffffffffu, inclusive, kPathChunk - 1);
       if (base > from) __syncthreads();
-      // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
-      static_assert(kPathChunk * K / 8 % kThreads == 0 || kPathChunk * K / 8 < kThreads, "");
       constexpr int kPiecesK = kPathChunk * K / 8, kPiecesU = kPathChunk * Tile::kRows / 4;
-#pragma unroll
-      for (int first = 0; first < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); first += kThreads) {
-        const int jk = (first + tid) / (K / 8), ck = (first + tid) % (K / 8) * 8;
-        const int ju = (first + tid) / (Tile::kRows / 4), cu = (first + tid) % (Tile::kRows / 4) * 4;
-        const bool has_k = first + tid < kPiecesK && jk < count, has_u = first + tid < kPiecesU && ju < count;
-        float x[8], norm = 0.f;
-        float4 uu = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (has_k) {
-          const int node_k = nodes[base + jk];
-          load8(p.stash.k, k_base + node_k * K + ck, p.act_dtype, c.vector_stash, x);
-          norm = rn[node_k];
+      if (c.vector_stash) {
+        // Every thread has at most one piece of k and one of u (K 128): both loads are in flight together.
+#pragma unroll 1
+        for (int piece = tid; piece < (kPiecesK > kPiecesU ? kPiecesK : kPiecesU); piece += kThreads) {
+          const int jk = piece / (K / 8), ju = piece / (Tile::kRows / 4);
+          const bool has_k = piece < kPiecesK && jk < count, has_u = piece < kPiecesU && ju < count;
+          uint4 kk;
+          float4 uu;
+          float norm;
+          if (has_k) {
+            const int node = nodes[base + jk];
+            kk = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.stash.k) + k_base + node * K + piece % (K / 8) * 8);
+            norm = rn[node];
+          }
+          if (has_u) uu = *reinterpret_cast<const float4*>(u + nodes[base + ju] * K + piece % (Tile::kRows / 4) * 4);
+          if (has_u) reinterpret_cast<float4*>(us)[piece] = uu;
+          if (has_k) {
+            const bool bf = p.act_dtype == DType::kBFloat16;
+            const float2 x0 = unpack_half2(kk.x, bf), x1 = unpack_half2(kk.y, bf);
+            reinterpret_cast<float4*>(ks)[2 * piece] = make_float4(x0.x * norm, x0.y * norm, x1.x * norm, x1.y * norm);
+            const float2 x2 = unpack_half2(kk.z, bf), x3 = unpack_half2(kk.w, bf);
+            reinterpret_cast<float4*>(ks)[2 * piece + 1] = make_float4(x2.x * norm, x2.y * norm, x3.x * norm, x3.y * norm);
+          }
         }
-        if (has_u) {
-          const float* at = u + nodes[base + ju] * K + cu;
-          uu = c.vector_stash ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
+      } else {
+#pragma unroll 1
+        for (int i = tid; i < count * K; i += kThreads) {
+          const int node = nodes[base + i / K];
+          ks[i / K][i % K] = load_float(p.stash.k, k_base + node * K + i % K, p.act_dtype) * rn[node];
         }
-        if (has_k) {
-          *reinterpret_cast<float4*>(&ks[jk][ck]) = make_float4(x[0] * norm, x[1] * norm, x[2] * norm, x[3] * norm);
-          *reinterpret_cast<float4*>(&ks[jk][ck + 4]) = make_float4(x[4] * norm, x[5] * norm, x[6] * norm, x[7] * norm);
-        }
-        if (has_u) *reinterpret_cast<float4*>(&us[ju][cu]) = uu;
+#pragma unroll 1
+        for (int i = tid; i < count * Tile::kRows; i += kThreads)
+          us[i / Tile::kRows][i % Tile::kRows] = u[nodes[base + i / Tile::kRows] * K + i % Tile::kRows];
       }
       __syncthreads();
       if (base == from) {
-        asm volatile("cp.async.wait_all;" ::: "memory");
 #pragma unroll
-        for (int i = 0; i < RPT; ++i) {
-          const float4 x = c.vector_state ? staged_state4(mine + i * kThreads * 4) : load_state4(tile + i * K);
-          acc[i] = make_float4(x.x * decay, x.y * decay, x.z * decay, x.w * decay);
-        }
+        for (int i = 0; i < RPT; ++i)
+          acc[i] = make_float4(acc[i].x * decay, acc[i].y * decay, acc[i].z * decay, acc[i].w * decay);
       }
 #pragma unroll 1
       for (int j = 0; j < count; ++j) {
@@ -303,7 +288,7 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
         }
       }
     }
-    State* to = pass == 1 ? pool + r.track_slot * p.state_stride_slot : tile;
+    State* to = pass == 1 ? tile + (r.track_slot - r.slot) * p.state_stride_slot : tile;
 #pragma unroll
     for (int i = 0; i < RPT; ++i) store_state4(to + i * K, acc[i], c.vector_state);
     if (pass == 1) __syncthreads();
@@ -311,7 +296,7 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 }
 
 // New convolution state: the last W-1 raw inputs along root..a, older columns from the old state.
-__device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
+__device__ __noinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
   const CommitParams& p = c.p;
   __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
   const int part = block % c.conv_blocks;
@@ -329,6 +314,48 @@ __device__ __forceinline__ void commit_conv(const CommitLaunch& c, int64_t block
   const int64_t layer = l * p.conv_state_stride_layer;
   const int64_t from = layer + r.slot * p.conv_state_stride_slot;
   const int64_t raw = l * p.conv_stride_layer + n * p.stash.conv_stride_row;
+  if (c.vector_conv) {
+    // Eight channels x three columns a thread, 48 contiguous bytes: the new columns come from the old ones and from up to
+    // three raw rows, all 16 bytes wide.
+    const int d = part * kConvChannels + threadIdx.x * 8;
+    if (threadIdx.x * 8 >= kConvChannels || d >= p.D) return;
+    uint16_t* state = static_cast<uint16_t*>(p.conv_state) + from + d * 3;
+    uint4 old4[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) old4[i] = reinterpret_cast<const uint4*>(state)[i];
+    for (int pass = r.track_slot >= 0 ? 1 : 0; pass >= 0; --pass) {
+      const int first = pass == 1 ? path.track_at : 0, depth = path.length - first;
+      uint4 row4[3];  // row4[i]: the node i steps above the accepted one
+#pragma unroll
+      for (int i = 0; i < 3; ++i)
+        if (i < depth) row4[i] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.stash.conv) + raw + nodes[first + i] * p.stash.conv_stride_node + d);
+      uint32_t out[12];
+#pragma unroll
+      for (int w = 0; w < 12; ++w) {
+        uint32_t word = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int e = 2 * w + half, channel = e / 3, column = e % 3, back = 2 - column;
+          // Element `at` of an array of words, by constants only.
+          auto pick = [](const uint4 (&x)[3], int at) {
+            const uint4 v = x[at / 8];
+            const uint32_t y = at % 8 / 2 == 0 ? v.x : at % 8 / 2 == 1 ? v.y : at % 8 / 2 == 2 ? v.z : v.w;
+            return at % 2 ? y >> 16 : y & 0xffffu;
+          };
+          uint32_t x = pick(row4, back * 8 + channel);
+#pragma unroll
+          for (int shift = 1; shift <= column - 0 || shift <= 2; ++shift)
+            if (back >= depth && depth == shift && column + shift <= 2) x = pick(old4, channel * 3 + (column + shift <= 2 ? column + shift : 2));
+          word |= x << (16 * half);
+        }
+        out[w] = word;
+      }
+      uint16_t* to = pass == 1 ? state + (r.track_slot - r.slot) * p.conv_state_stride_slot : state;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) reinterpret_cast<uint4*>(to)[i] = make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+    }
+    return;
+  }
   for (int d = part * kConvChannels + threadIdx.x; d < min(p.D, (part + 1) * kConvChannels); d += kThreads) {
     float old[kMaxConvWidth - 1];
 #pragma unroll
@@ -386,15 +413,15 @@ int launch(const CommitParams& p, cudaStream_t stream) {
     for (int64_t x : strides) ok = ok && x * size % 16 == 0;
     return ok;
   };
-  c.vector_stash = stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
+  c.vector_stash = p.act_dtype != DType::kFloat32 && stash_aligned(st.u, 4, {p.u_stride_layer, st.u_stride_row, st.u_stride_head}) &&
                    stash_aligned(st.k, element_size(p.act_dtype), {p.k_stride_layer, st.k_stride_row, st.k_stride_head});
+  c.vector_conv = c.conv_blocks > 0 && p.W == 4 && p.D % 8 == 0 && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 &&
+                  p.conv_dtype != DType::kFloat32 && p.conv_dtype == p.act_dtype &&
+                  stash_aligned(p.conv_state, 2, {p.conv_state_stride_layer, p.conv_state_stride_slot}) &&
+                  stash_aligned(st.conv, 2, {p.conv_stride_layer, st.conv_stride_row, st.conv_stride_node});
   const int64_t blocks = c.conv_total + static_cast<int64_t>(p.L) * p.N * p.HV * c.slabs;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  constexpr int kStaged = kThreads * Tile::kRowsPerThread * 4 * sizeof(State);
-  static std::atomic<uint64_t> allowed{0};
-  cudaError_t e = allow_shared(commit_kernel<State, K>, kStaged, allowed);
-  if (e != cudaSuccess) return e;
-  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, kStaged, stream>>>(c);
+  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(c);
   return cudaGetLastError();
 }
 

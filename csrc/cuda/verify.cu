@@ -88,6 +88,9 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
       (p.mixed_qkv != nullptr && p.W > kMaxConvWidth))
     return cudaErrorInvalidValue;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
+#ifdef TREEWY_TUNE
+  if (treewy_tune_warps < 0) return cuda::launch_verify_generic(p, s);
+#endif
   if (!cuda::fits_tensor_cores(p) || p.N > 65535 || p.HV > 65535) return cuda::launch_verify_generic(p, s);
   cuda::DeviceFacts facts;
   cudaError_t e = cuda::device_facts(facts);

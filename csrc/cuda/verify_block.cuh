@@ -34,11 +34,19 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
     write_zeros(p, n, hv, first_row, rows, tid, blockDim.x);
     return;
   }
-  if (warp == warps - 1) prepare_gates<Tile>(p, n, hv, slab == 0, s, lane);
+  if (warp == warps - 1) {
+    GateInput<Tile> gates;
+    gates.load(p, n, hv, lane);
+    prepare_gates<Tile>(p, n, hv, slab == 0, s, lane, gates);
+  }
   stage_rows<Tile>(p, n, h, slot, writes_k, s, warp, warps, lane);
   __syncthreads();
   prepare_coefficients<Tile>(s, warp, warps, lane);
-  solve_rows<Tile>(p, n, hv, slot, row0, lane, s, state, state_at, [] {
+  if constexpr (Tile::kBlockTiles == 2) {
+    __syncthreads();
+    prepare_inverse<Tile>(s, warp, warps, lane);
+  }
+  solve_rows<Tile, false>(p, n, hv, slot, row0, lane, s, state, state_at, [] {
     __syncthreads();
     return true;
   });

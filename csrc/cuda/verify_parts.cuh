@@ -36,6 +36,13 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same with a zero accumulator, which costs no moves.
+__device__ __forceinline__ void mma_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};\n"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 __device__ __forceinline__ float4 load_stream_f4(const float* p) {
   float4 x;
   asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
@@ -130,9 +137,10 @@ struct StateFragments {
   __device__ __forceinline__ void convert(bool is_bf16) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float m = 0.f;
+      float part[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
+        float& m = part[s & 3];
         if constexpr (Tile::kHalfState) {
           float2 a = unpack_half2(raw_half[r][s].x, is_bf16), b = unpack_half2(raw_half[r][s].y, is_bf16);
           m = fmaxf(fmaxf(m, fmaxf(fabsf(a.x), fabsf(a.y))), fmaxf(fabsf(b.x), fabsf(b.y)));
@@ -141,6 +149,7 @@ struct StateFragments {
           for (int e = 0; e < 4; ++e) m = fmaxf(m, fabsf(raw[r][s][e]));
         }
       }
+      float m = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
       float scale;
@@ -159,28 +168,40 @@ struct StateFragments {
     }
   }
 
-  // c = (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Separate chains for the
-  // two halves of the columns and for the low parts: short chains lose less to the tensor cores' truncating adds.
+  // c += (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Several chains, low
+  // parts first: short chains lose less to the tensor cores' truncating adds. Long drafts cannot spare the registers.
   __device__ __forceinline__ void multiply(float (&c)[4], const uint4* b, int lane, int chunk) const {
-    float c0[4] = {0.f, 0.f, 0.f, 0.f}, c1[4] = {0.f, 0.f, 0.f, 0.f}, cl[4] = {0.f, 0.f, 0.f, 0.f};
+    constexpr int kPairs = kSteps / 2, kChains = Tile::NT <= 2 || kPairs == 2 ? kPairs : kPairs / 2;
+    float part[kChains][4];
     const int odd = (lane >> 2) & 1;
+    uint4 w[kPairs];
 #pragma unroll
-    for (int s = 0; s < kSteps; s += 2) {
-      const uint4 w = b[((chunk * (kSteps / 2) + s / 2) ^ odd) * 4 + (lane & 3)];
-      if constexpr (!Tile::kHalfState) {
-        mma(cl, lo[s], w.x, w.y);
-        mma(cl, lo[s + 1], w.z, w.w);
-      }
-      if (s < kSteps / 2) {
-        mma(c0, hi[s], w.x, w.y);
-        mma(c0, hi[s + 1], w.z, w.w);
-      } else {
-        mma(c1, hi[s], w.x, w.y);
-        mma(c1, hi[s + 1], w.z, w.w);
+    for (int s = 0; s < kPairs; ++s) w[s] = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
+#pragma unroll
+    for (int pass = Tile::kHalfState ? 1 : 0; pass < 2; ++pass) {
+#pragma unroll
+      for (int s = 0; s < 2 * kPairs; ++s) {
+        const int step = 2 * (s % kPairs) + s / kPairs;  // chains take turns
+        float (&to)[4] = part[s % kPairs % kChains];
+        const uint32_t b0 = s / kPairs ? w[s % kPairs].z : w[s % kPairs].x, b1 = s / kPairs ? w[s % kPairs].w : w[s % kPairs].y;
+        if (pass == 0) {
+          if (s < kChains) {
+            mma_first(to, lo[Tile::kHalfState ? 0 : step], b0, b1);
+          } else {
+            mma(to, lo[Tile::kHalfState ? 0 : step], b0, b1);
+          }
+        } else if (Tile::kHalfState && s < kChains) {
+          mma_first(to, hi[step], b0, b1);
+        } else {
+          mma(to, hi[step], b0, b1);
+        }
       }
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) c[e] += ((c0[e] + c1[e]) + cl[e]) * inverse[e >> 1];
+    for (int e = 0; e < 4; ++e) {
+      const float sum = kChains == 2 ? part[0][e] + part[1][e] : (part[0][e] + part[1][e]) + (part[kChains - 2][e] + part[kChains - 1][e]);
+      c[e] = Tile::kChunks == 1 ? sum * inverse[e >> 1] : fmaf(sum, inverse[e >> 1], c[e]);
+    }
   }
 };
 
@@ -190,7 +211,8 @@ template <class Tile>
 struct Prep {
   int Tpad;
   uint4* kq;          // [2][Tpad][K] float16: scaled k and q rows, columns in fragment order
-  float* diag;        // [blocks][j][quad][k tiles, q tiles][2]: coefficients inside a block, float32
+  float* diag;        // coefficients inside a block. One tile: [j][quad][k, q][2] float32. Two tiles: the inverse of the
+                      // unit-lower block (first its float32 entries [t][j]), then the q coefficients, both as in hist
   uint4* hist;        // [pairs][k, q][16 nodes][quad] hi, hi, lo, lo: coefficients against earlier blocks
   float2* gate;       // [Tpad] beta, e^G
   float2* G;          // [Tpad] G in two floats
@@ -236,13 +258,33 @@ __device__ __forceinline__ int load_parents(const VerifyParams& p, int n, const 
   return bad;
 }
 
+// What the gates of a row read from memory; lane t (and t + 32, ..) has node t.
+template <class Tile>
+struct GateInput {
+  static constexpr int kPerLane = Tile::NT <= 4 ? 1 : Tile::NT / 4;
+  float A, dt, a[kPerLane], b[kPerLane];
+  __device__ __forceinline__ void load(const VerifyParams& p, int n, int hv, int lane) {
+    A = load_float(p.A_log, hv, p.A_log_dtype);
+    dt = load_float(p.dt_bias, hv, p.dt_bias_dtype);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int t = lane + 32 * i;
+      a[i] = b[i] = 0.f;
+      if (t < p.T) {
+        const int64_t token = static_cast<int64_t>(n) * p.T + t;
+        a[i] = load_float(p.a, token * p.a_stride_token + hv, p.act_dtype);
+        b[i] = load_float(p.b, token * p.b_stride_token + hv, p.act_dtype);
+      }
+    }
+  }
+};
+
 // Gates, G in float64 and ancestor sets by pointer doubling. One warp; `parent` must be there.
 template <class Tile>
-__device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int hv, bool writes_g, const Prep<Tile>& s, int lane) {
-  constexpr int NT = Tile::NT, kPerLane = NT <= 4 ? 1 : NT / 4;
+__device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int hv, bool writes_g, const Prep<Tile>& s, int lane,
+                                              const GateInput<Tile>& in) {
+  constexpr int NT = Tile::NT, kPerLane = GateInput<Tile>::kPerLane;
   const int T = p.T;
-  const int64_t token0 = static_cast<int64_t>(n) * T;
-  const float A = load_float(p.A_log, hv, p.A_log_dtype), dt = load_float(p.dt_bias, hv, p.dt_bias_dtype);
   double G[kPerLane];
   float beta[kPerLane];
 #pragma unroll
@@ -251,8 +293,8 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
     float own = 0.f;
     beta[i] = 0.f;
     if (t < T) {
-      own = log_decay(A, load_float(p.a, (token0 + t) * p.a_stride_token + hv, p.act_dtype) + dt);
-      beta[i] = sigmoid(load_float(p.b, (token0 + t) * p.b_stride_token + hv, p.act_dtype));
+      own = log_decay(in.A, in.a[i] + in.dt);
+      beta[i] = sigmoid(in.b[i]);
       if (writes_g) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = own;
     }
     G[i] = own;
@@ -329,10 +371,45 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
   }
 }
 
+// x / (1 + e^-x), rounded as the division routine rounds, without its branches.
+__device__ __forceinline__ float silu_fast(float x) {
+  const float d = 1.f + expf(fminf(-x, 80.f));
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  r = fmaf(r, fmaf(-d, r, 1.f), r);
+  const float quotient = x * r;
+  return fmaf(fmaf(-quotient, d, x), r, quotient);
+}
+
 // 1 / sqrt(x) to an ulp: the hardware's estimate and one Newton step.
 __device__ __forceinline__ float rsqrt_exact(float x) {
   const float y = rsqrtf(x);
   return fmaf(0.5f * y, fmaf(-x * y, y, 1.f), y);
+}
+
+// Eight 16-bit values; one branch for all, where selects would double the work.
+__device__ __forceinline__ void unpack8(const uint4& raw, bool is_bf16, float (&x)[8]) {
+  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+  if (is_bf16) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      x[2 * j] = __uint_as_float(w[j] << 16);
+      x[2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 f = unpack_half2(w[j], false);
+      x[2 * j] = f.x, x[2 * j + 1] = f.y;
+    }
+  }
+}
+
+// e^x for x <= 0 from the hardware's exp2: as exact as expf where e^x matters, and flushed to zero below 2^-126.
+__device__ __forceinline__ float exp_decay(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * 1.4426950408889634f));
+  return r;
 }
 
 // Eight channels of a k or q row: norm, power-of-two scale, float16, fragment order. kLanes lanes share a row.
@@ -341,25 +418,20 @@ __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, b
                                           int i, uint4 raw, bool act_bf16) {
   constexpr int K = Tile::K, kLanes = K / 8;
   float x[8];
-  const uint32_t w[4] = {raw.x, raw.y, raw.z, raw.w};
+  unpack8(raw, act_bf16, x);
+  float sum0 = x[0] * x[0], sum1 = x[1] * x[1];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 f = unpack_half2(w[j], act_bf16);
-    x[2 * j] = f.x, x[2 * j + 1] = f.y;
+  for (int j = 2; j < 8; j += 2) {
+    sum0 = fmaf(x[j], x[j], sum0);
+    sum1 = fmaf(x[j + 1], x[j + 1], sum1);
   }
-  float m = 0.f, sum = 0.f;
+  float sum = sum0 + sum1;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    m = fmaxf(m, fabsf(x[j]));
-    sum = fmaf(x[j], x[j], sum);
-  }
-#pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-    sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  }
+  for (int d = kLanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  // No element exceeds the norm, and the norm lies below 2^((e+2)/2) for sum < 2^(e+1).
   float scale, inverse;
-  pow2_scale(m, scale, inverse);
+  const int e = (static_cast<int>(__float_as_uint(sum) >> 23) - 127 + 2) >> 1;
+  pow2_scale(__uint_as_float(static_cast<uint32_t>(max(e + 127, 1)) << 23), scale, inverse);
   const float r = rsqrt_exact(sum + 1e-6f);
   if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = r * inverse;
   if (kind == 0 && writes_k && t < p.T) {
@@ -372,6 +444,34 @@ __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, b
   const int pair = (i / 4) ^ (t & 1), to = pair * 8 + ((2 * i) & 3) * 2 + ((i & 3) >> 1);
   row[to] = make_uint2(f16x2(x[0] * scale, x[1] * scale), f16x2(x[2] * scale, x[3] * scale));
   row[to + 2] = make_uint2(f16x2(x[4] * scale, x[5] * scale), f16x2(x[6] * scale, x[7] * scale));
+}
+
+// A row past the last node.
+template <class Tile>
+__device__ __forceinline__ void stage_zero_row(const Prep<Tile>& s, int kind, int t, int i) {
+  if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = 0.f;
+  s.kq[(kind * s.Tpad + t) * (Tile::K / 8) + i] = make_uint4(0u, 0u, 0u, 0u);
+}
+
+// Convolution and SiLU of eight channels; in[0] is the node itself, in[3] its oldest tap.
+__device__ __forceinline__ uint4 convolve8(const uint4 (&in)[4], const uint4 (&weight)[4], const uint4& bias, bool act_bf16) {
+  uint32_t packed[4];
+  const uint32_t bb[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {  // two channels at a time
+    float2 acc = unpack_half2(bb[c], act_bf16);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t word = c == 0 ? in[j].x : c == 1 ? in[j].y : c == 2 ? in[j].z : in[j].w;
+      const float2 y = unpack_half2(word, act_bf16);
+      const float2 w0 = unpack_half2(j < 2 ? weight[c].y : weight[c].x, act_bf16);
+      const float2 w1 = unpack_half2(j < 2 ? weight[c].w : weight[c].z, act_bf16);
+      acc.x = fmaf((j & 1) ? w0.x : w0.y, y.x, acc.x);
+      acc.y = fmaf((j & 1) ? w1.x : w1.y, y.y, acc.y);
+    }
+    packed[c] = pack_half2(silu_fast(acc.x), silu_fast(acc.y), act_bf16);
+  }
+  return make_uint4(packed[0], packed[1], packed[2], packed[3]);
 }
 
 // All k and q rows of the row's key head, by `warps` warps.
@@ -387,7 +487,7 @@ __device__ __forceinline__ void stage_rows(const VerifyParams& p, int n, int h, 
   auto kind_of = [&](int it) { return K == 64 ? sub & 1 : K == 256 ? it & 1 : sub; };  // 0: k, 1: q
   auto node_of = [&](int it) { return K == 64 ? it * 2 + (sub >> 1) : K == 256 ? it >> 1 : it; };
   if constexpr (!Tile::kConv) {
-    constexpr int kBatch = Tile::NT <= 2 ? 4 : Tile::NT == 4 ? 8 : 16;  // rows whose loads are in flight together
+    constexpr int kBatch = 4;  // rows whose loads are in flight together
     for (int it0 = warp; it0 < limit; it0 += warps * kBatch) {
       uint4 raw[kBatch];
 #pragma unroll
@@ -445,23 +545,7 @@ __device__ __forceinline__ void stage_rows(const VerifyParams& p, int n, int h, 
         }
         if (writes_k)
           *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.stash.conv) + n * p.stash.conv_stride_row + t * p.stash.conv_stride_node + channel) = in[0];
-        uint32_t packed[4];
-        const uint32_t bb[4] = {bias.x, bias.y, bias.z, bias.w};
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {  // two channels at a time
-          float2 acc = unpack_half2(bb[c], act_bf16);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const uint32_t word = c == 0 ? in[j].x : c == 1 ? in[j].y : c == 2 ? in[j].z : in[j].w;
-            const float2 y = unpack_half2(word, act_bf16);
-            const float2 w0 = unpack_half2(j < 2 ? weight[c].y : weight[c].x, act_bf16);
-            const float2 w1 = unpack_half2(j < 2 ? weight[c].w : weight[c].z, act_bf16);
-            acc.x = fmaf((j & 1) ? w0.x : w0.y, y.x, acc.x);
-            acc.y = fmaf((j & 1) ? w1.x : w1.y, y.y, acc.y);
-          }
-          packed[c] = pack_half2(silu(acc.x), silu(acc.y), act_bf16);
-        }
-        raw = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        raw = convolve8(in, weight, bias, act_bf16);
       }
       stage_row<Tile>(p, n, h, writes_k, s, kind, t, i, raw, act_bf16);
     }
@@ -480,8 +564,7 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
     for (int jn = 0; jn < (b + 1) * kBlockTiles; ++jn) {
       if (turn-- != 0) continue;
       turn = warps - 1;
-      float ck[4] = {0.f, 0.f, 0.f, 0.f}, cq[4] = {0.f, 0.f, 0.f, 0.f};
-      float ck1[4] = {0.f, 0.f, 0.f, 0.f}, cq1[4] = {0.f, 0.f, 0.f, 0.f};
+      float ck[4], cq[4], ck1[4], cq1[4];
       const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + q4;
       const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + q4;
       const uint4* aq = ak + s.Tpad * (K / 8);
@@ -497,10 +580,17 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
         }
         const uint32_t fk0[4] = {k0.x, k1.x, k0.y, k1.y}, fk1[4] = {k0.z, k1.z, k0.w, k1.w};
         const uint32_t fq0[4] = {q0.x, q1.x, q0.y, q1.y}, fq1[4] = {q0.z, q1.z, q0.w, q1.w};
-        mma(ck, fk0, w.x, w.y);
-        mma(cq, fq0, w.x, w.y);
-        mma(ck1, fk1, w.z, w.w);
-        mma(cq1, fq1, w.z, w.w);
+        if (st == 0) {
+          mma_first(ck, fk0, w.x, w.y);
+          mma_first(cq, fq0, w.x, w.y);
+          mma_first(ck1, fk1, w.z, w.w);
+          mma_first(cq1, fq1, w.z, w.w);
+        } else {
+          mma(ck, fk0, w.x, w.y);
+          mma(cq, fq0, w.x, w.y);
+          mma(ck1, fk1, w.z, w.w);
+          mma(cq1, fq1, w.z, w.w);
+        }
       }
       const int j0 = jn * 8 + q4 * 2;
       const float4 Gj = *reinterpret_cast<const float4*>(s.G + j0);
@@ -516,33 +606,79 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
         for (int e = 0; e < 2; ++e) {
           const bool ancestor = set >> e & 1u;
           const float d = (Gt.x - (e ? Gj.z : Gj.x)) + (Gt.y - (e ? Gj.w : Gj.y));
-          const float decay = ancestor ? expf(ancestor ? d : 0.f) * (e ? rj.y : rj.x) : 0.f;
+          const float decay = ancestor ? exp_decay(d) * (e ? rj.y : rj.x) : 0.f;
           const int c = 2 * r + e;
           M[c] = j0 + e < t ? decay * bk * (ck[c] + ck1[c]) : 0.f;
           P[c] = decay * rq * (cq[c] + cq1[c]);
         }
       }
-      if (jn >= b * kBlockTiles) {
-        float* d = s.diag + b * Tile::kDiagFloats + ((jn - b * kBlockTiles) * 8 + q4 * 2) * (16 * kBlockTiles) +
-                   (g >> 1) * (4 * kBlockTiles) + (g & 1);
+      if constexpr (kBlockTiles == 1) {
+        float* d = s.diag + b * Tile::kDiagFloats + q4 * 2 * 16 + (g >> 1) * 4 + (g & 1);
 #pragma unroll
-        for (int c = 0; c < 2 * kBlockTiles; ++c) {
-          float* to = d + (c & 1) * (16 * kBlockTiles) + (c >> 1) * 2;
-          to[0] = M[c];
-          to[2 * kBlockTiles] = P[c];
+        for (int c = 0; c < 2; ++c) {
+          d[c * 16] = M[c];
+          d[c * 16 + 2] = P[c];
         }
-      } else if constexpr (kBlockTiles == 2) {
-        const int pair = b * (b - 1) / 2 + (jn >> 1);
-        uint32_t* to = reinterpret_cast<uint32_t*>(s.hist + (pair * 2 * 16 + g) * 4 + q4) + (jn & 1);
+      } else {
+        const bool diagonal = jn >= 2 * b;
+        uint32_t* to = diagonal ? reinterpret_cast<uint32_t*>(s.diag + b * 512 + 256) - 256 + (g * 4 + q4) * 4 + (jn & 1)
+                                : reinterpret_cast<uint32_t*>(s.hist + (b * (b - 1) / 2 + (jn >> 1)) * 128) + (g * 4 + q4) * 4 + (jn & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           uint32_t hi, lo;
-          split(M[2 * r] * kCoefficientScale, M[2 * r + 1] * kCoefficientScale, hi, lo);
-          to[r * 128] = hi;
-          to[r * 128 + 2] = lo;
+          if (diagonal) {
+            *reinterpret_cast<float2*>(s.diag + b * 512 + (g + 8 * r) * 16 + (jn & 1) * 8 + q4 * 2) = make_float2(M[2 * r], M[2 * r + 1]);
+          } else {
+            split(M[2 * r] * kCoefficientScale, M[2 * r + 1] * kCoefficientScale, hi, lo);
+            to[r * 128] = hi;
+            to[r * 128 + 2] = lo;
+          }
           split(P[2 * r] * kCoefficientScale, P[2 * r + 1] * kCoefficientScale, hi, lo);
           to[r * 128 + 256] = hi;
           to[r * 128 + 258] = lo;
+        }
+      }
+    }
+  }
+}
+
+// (I + M)^-1 - I of every 16 x 16 unit-lower block, in the place of M: without the identity, what the tensor cores'
+// truncating adds lose is lost from a correction and not from u itself. Entries stay at most 1 in size: they are products of
+// contractions I - beta k k^T seen through two unit vectors. Lane c has column c.
+template <class Tile>
+__device__ __forceinline__ void prepare_inverse(const Prep<Tile>& s, int warp, int warps, int lane) {
+  if constexpr (Tile::kBlockTiles == 2) {
+    const int c = lane & 15;
+    for (int b = warp; b < s.Tpad / 16; b += warps) {
+      float* M = s.diag + b * 512;
+      float x[16];
+#pragma unroll
+      for (int t = 0; t < 16; ++t) {
+        float s0 = t == c ? 1.f : 0.f, s1 = 0.f;
+#pragma unroll
+        for (int j = 0; j < t; j += 4) {
+          const float4 m = *reinterpret_cast<const float4*>(M + t * 16 + j);
+          s0 = fmaf(-m.x, x[j], s0);
+          if (j + 1 < t) s1 = fmaf(-m.y, x[j + 1], s1);
+          if (j + 2 < t) s0 = fmaf(-m.z, x[j + 2], s0);
+          if (j + 3 < t) s1 = fmaf(-m.w, x[j + 3], s1);
+        }
+        x[t] = s0 + s1;
+      }
+#pragma unroll
+      for (int t = 0; t < 16; ++t)
+        if (t == c) x[t] = 0.f;
+      __syncwarp();
+      uint32_t* to = reinterpret_cast<uint32_t*>(M) + ((c & 7) >> 1) * 4 + (c >> 3);
+#pragma unroll
+      for (int t = 0; t < 16; t += 2) {  // an even lane packs node t with its neighbour's entry, an odd lane node t+1
+        const float other = __shfl_xor_sync(0xffffffffu, (c & 1) ? x[t] : x[t + 1], 1);
+        const float e0 = (c & 1) ? other : x[t], e1 = (c & 1) ? x[t + 1] : other;
+        uint32_t hi, lo;
+        split(e0 * kCoefficientScale, e1 * kCoefficientScale, hi, lo);
+        if (lane < 16) {
+          to[(t + (c & 1)) * 16] = hi;
+          to[(t + (c & 1)) * 16 + 2] = lo;
         }
       }
     }
@@ -557,28 +693,37 @@ template <class Tile>
 struct ValueInput {
   uint4 weight;
   float2 bias, old[3];
+  uint32_t old_word;  // column 2 - q4 of the convolution state, both channels
   uint32_t raw[2 * Tile::kBlockTiles];
 
   // Two adjacent channels from `channel` on (of v, or of the convolution).
-  __device__ __forceinline__ void start(const VerifyParams& p, int64_t slot, int64_t channel, bool act_bf16) {
+  template <bool kRawV>
+  __device__ __forceinline__ void start(const VerifyParams& p, int64_t slot, int64_t channel, bool act_bf16, int q4) {
     if constexpr (Tile::kConv) {
       weight = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_weight) + channel * 4);
       bias = make_float2(0.f, 0.f);
       if (p.conv_bias != nullptr)
         bias = unpack_half2(*reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.conv_bias) + channel), act_bf16);
+      const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel;
+      if constexpr (kRawV) {
+        if (q4 < 3) {
+          at += (2 - q4) * p.conv_state_stride_column;
+          old_word = at[0] | static_cast<uint32_t>(at[p.conv_state_stride_channel]) << 16;
+        }
+      } else {
 #pragma unroll
-      for (int w = 0; w < 3; ++w) {
-        const int64_t from = slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel + w * p.conv_state_stride_column;
-        old[w].x = load_float(p.conv_state, from, p.act_dtype);
-        old[w].y = load_float(p.conv_state, from + p.conv_state_stride_channel, p.act_dtype);
+        for (int w = 0; w < 3; ++w) {
+          const uint16_t* x = at + w * p.conv_state_stride_column;
+          old[w] = unpack_half2(x[0] | static_cast<uint32_t>(x[p.conv_state_stride_channel]) << 16, act_bf16);
+        }
       }
     }
   }
 };
 
-template <class Tile, class Ready>
+template <class Tile, bool kRawV, class Ready>
 __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv, int64_t slot, int row0, int lane, const Prep<Tile>& s,
-                                           StateFragments<Tile>& state, int64_t state_at, Ready ready) {
+                                           StateFragments<Tile>& state, int64_t state_at, Ready ready, unsigned char* raw_v = nullptr) {
   constexpr int K = Tile::K, V = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
   const int g = lane >> 2, q4 = lane & 3, T = p.T;
   const bool act_bf16 = p.act_dtype == DType::kBFloat16, state_bf16 = p.state_dtype == DType::kBFloat16;
@@ -588,7 +733,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
   const uint16_t* v_at = Tile::kConv ? static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel
                                      : static_cast<const uint16_t*>(p.v) + (token0 + 2 * q4) * p.v_stride_token + hv * p.v_stride_head + row;
   ValueInput<Tile> v;
-  v.start(p, slot, channel, act_bf16);
+  v.template start<kRawV>(p, slot, channel, act_bf16, q4);
   auto load_v = [&](int b) {
     if constexpr (!Tile::kConv) {
 #pragma unroll
@@ -599,12 +744,30 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
     }
   };
   load_v(0);
+  // Raw v columns of the warp's 16 channels, one row of 32 bytes a node, older columns behind: the taps then cost no walk
+  // through memory. Kernels without the room for it read the taps where they are.
+  uint32_t* raw_at = reinterpret_cast<uint32_t*>(raw_v) + g;
+  if constexpr (Tile::kConv) {
+    if constexpr (kRawV) {
+      for (int t = q4; t < T; t += 4)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(raw_at + t * 8))),
+                     "l"(v_at + t * p.mixed_qkv_stride_token) : "memory");
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+  }
   if constexpr (Tile::kChunks == 1) state.convert(state_bf16);
+  if constexpr (Tile::kConv && kRawV) {
+    if (q4 < 3) raw_at[(s.Tpad + q4) * 8] = v.old_word;
+  }
   if (!ready()) return false;
+  if constexpr (Tile::kConv && kRawV) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");  // all but the state that was asked for last
+    __syncwarp();
+  }
 
   float* u_at = p.stash.u + n * p.stash.u_stride_row + hv * p.stash.u_stride_head + static_cast<int64_t>(2 * q4) * V + row;
   const int64_t out_at = (token0 + 2 * q4) * p.out_stride_token + hv * p.out_stride_head + row;
-  constexpr int kHistory = Tile::kBlocks > 1 ? Tile::kBlocks - 1 : 1;
+  constexpr int kHistory = Tile::kBlocks;
   uint32_t u_hi[kHistory][4], u_lo[kHistory][4];
   float u_inverse[kHistory][2];
 #pragma unroll
@@ -646,7 +809,13 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
               float2 y;
-              if (node >= 0) {
+              if constexpr (kRawV) {
+                const uint32_t m = raw_at[(node >= 0 ? node : s.Tpad - 1 - node) * 8];
+                if (j == 0)
+                  *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.stash.conv) + n * p.stash.conv_stride_row + t * p.stash.conv_stride_node + channel) = m;
+                y = unpack_half2(m, act_bf16);
+                if (j < 3) node = node >= 0 ? s.parent[node] : node - 1;
+              } else if (node >= 0) {
                 const uint32_t m = *reinterpret_cast<const uint32_t*>(v_at + node * p.mixed_qkv_stride_token);
                 if (j == 0)
                   *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.stash.conv) + n * p.stash.conv_stride_row + t * p.stash.conv_stride_node + channel) = m;
@@ -661,7 +830,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
               x.x = fmaf((j & 1) ? w0.x : w0.y, y.x, x.x);
               x.y = fmaf((j & 1) ? w1.x : w1.y, y.y, x.y);
             }
-            x = unpack_half2(pack_half2(silu(x.x), silu(x.y), act_bf16), act_bf16);
+            x = unpack_half2(pack_half2(silu_fast(x.x), silu_fast(x.y), act_bf16), act_bf16);
           }
         } else {
           x = unpack_half2(v.raw[2 * i + e], act_bf16);
@@ -681,9 +850,9 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const uint4 wk = pair[i * 32], wq = pair[64 + i * 32];
-          float ck[4] = {0.f, 0.f, 0.f, 0.f}, cq[4] = {0.f, 0.f, 0.f, 0.f};
-          mma(ck, u_lo[jb], wk.x, wk.y);
-          mma(cq, u_lo[jb], wq.x, wq.y);
+          float ck[4], cq[4];
+          mma_first(ck, u_lo[jb], wk.x, wk.y);
+          mma_first(cq, u_lo[jb], wq.x, wq.y);
           mma(ck, u_hi[jb], wk.z, wk.w);
           mma(cq, u_hi[jb], wq.z, wq.w);
           mma(ck, u_hi[jb], wk.x, wk.y);
@@ -696,15 +865,15 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         }
       }
     }
-    // Forward substitution: node j's column is final when its turn comes; its owner hands it to the quad.
-    const float4* d = reinterpret_cast<const float4*>(s.diag + b * Tile::kDiagFloats) + q4 * kBlockTiles;
+    if constexpr (kBlockTiles == 1) {
+      // Forward substitution: node j's column is final when its turn comes; its owner hands it to the quad.
+      const float4* d = reinterpret_cast<const float4*>(s.diag) + q4;
 #pragma unroll
-    for (int j = 0; j < kBlockNodes; ++j) {
-      if (b * kBlockNodes + j >= T) break;
-      const float u0 = __shfl_sync(0xffffffffu, xk[j / 8][j & 1], (lane & 28) | ((j & 7) >> 1));
-      const float u1 = __shfl_sync(0xffffffffu, xk[j / 8][2 + (j & 1)], (lane & 28) | ((j & 7) >> 1));
-      if constexpr (kBlockTiles == 1) {
+      for (int j = 0; j < 8; ++j) {
+        if (j == 4 && T <= 4) break;
         const float4 w = d[j * 4];
+        const float u0 = __shfl_sync(0xffffffffu, xk[0][j & 1], (lane & 28) | (j >> 1));
+        const float u1 = __shfl_sync(0xffffffffu, xk[0][2 + (j & 1)], (lane & 28) | (j >> 1));
         xk[0][0] = fmaf(-w.x, u0, xk[0][0]);
         xk[0][1] = fmaf(-w.y, u0, xk[0][1]);
         xk[0][2] = fmaf(-w.x, u1, xk[0][2]);
@@ -713,17 +882,57 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         xq[0][1] = fmaf(w.w, u0, xq[0][1]);
         xq[0][2] = fmaf(w.z, u1, xq[0][2]);
         xq[0][3] = fmaf(w.w, u1, xq[0][3]);
-      } else {
-        const float4 m = d[j * 8], o = d[j * 8 + 1];
-        const float mm[4] = {m.x, m.y, m.z, m.w}, oo[4] = {o.x, o.y, o.z, o.w};
+      }
+    } else {
+      // The inverse of the block times the right-hand side, then what the block adds to its own outputs. The right-hand
+      // side is scaled to 2^10: |u| <= 16 max|x| then still fits, and u needs no scale of its own.
+      uint32_t x_hi[4], x_lo[4];
+      float inverse[2], scaled[2][4];
 #pragma unroll
-        for (int i = j / 8; i < 2; ++i) {
+      for (int r = 0; r < 2; ++r) {
+        float m = fmaxf(fmaxf(fabsf(xk[0][2 * r]), fabsf(xk[0][2 * r + 1])), fmaxf(fabsf(xk[1][2 * r]), fabsf(xk[1][2 * r + 1])));
+        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+        float scale;
+        pow2_scale(m, scale, inverse[r]);
+        scale *= 1.f / 16.f;
+        inverse[r] *= 16.f;
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float u = e < 2 ? u0 : u1;
-            xk[i][e] = fmaf(-mm[i * 2 + (e & 1)], u, xk[i][e]);
-            xq[i][e] = fmaf(oo[i * 2 + (e & 1)], u, xq[i][e]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          scaled[i][2 * r] = xk[i][2 * r] * scale;
+          scaled[i][2 * r + 1] = xk[i][2 * r + 1] * scale;
+          split(scaled[i][2 * r], scaled[i][2 * r + 1], x_hi[2 * i + r], x_lo[2 * i + r]);
+        }
+      }
+      const uint4* inv = reinterpret_cast<const uint4*>(s.diag + b * 512) + g * 4 + q4;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 w = inv[i * 32];
+        float c[4];
+        mma_first(c, x_lo, w.x, w.y);
+        mma(c, x_hi, w.z, w.w);
+        mma(c, x_hi, w.x, w.y);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) xk[i][e] = fmaf(c[e], 1.f / kCoefficientScale, scaled[i][e]);
+      }
+      uint32_t (&uh)[4] = u_hi[b], (&ul)[4] = u_lo[b];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        split(xk[0][2 * r], xk[0][2 * r + 1], uh[r], ul[r]);
+        split(xk[1][2 * r], xk[1][2 * r + 1], uh[2 + r], ul[2 + r]);
+        u_inverse[b][r] = inverse[r] * (1.f / kCoefficientScale);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 w = inv[64 + i * 32];
+        float c[4];
+        mma_first(c, ul, w.x, w.y);
+        mma(c, uh, w.z, w.w);
+        mma(c, uh, w.x, w.y);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          xq[i][e] = fmaf(u_inverse[b][e >> 1], c[e], xq[i][e]);
+          xk[i][e] *= inverse[e >> 1];
         }
       }
     }
@@ -740,22 +949,6 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
           *reinterpret_cast<float2*>(static_cast<float*>(p.out) + to) = make_float2(o0, o1);
         } else {
           *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + to) = pack_half2(o0, o1, act_bf16);
-        }
-      }
-    }
-    // ---- keep u for the blocks to come
-    if constexpr (Tile::kBlocks > 1) {
-      if (b + 1 < Tile::kBlocks) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float m = fmaxf(fmaxf(fabsf(xk[0][2 * r]), fabsf(xk[0][2 * r + 1])), fmaxf(fabsf(xk[1][2 * r]), fabsf(xk[1][2 * r + 1])));
-          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-          m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-          float scale, inverse;
-          pow2_scale(m, scale, inverse);
-          u_inverse[b][r] = inverse * (1.f / kCoefficientScale);
-          split(xk[0][2 * r] * scale, xk[0][2 * r + 1] * scale, u_hi[b][r], u_lo[b][r]);
-          split(xk[1][2 * r] * scale, xk[1][2 * r + 1] * scale, u_hi[b][2 + r], u_lo[b][2 + r]);
         }
       }
     }

@@ -9,27 +9,58 @@ namespace treewy {
 namespace cuda {
 
 constexpr int kConsumers = 8;  // warps; 16 channels each, so that an item of 128 channels is one turn
-constexpr int kProducers = 4;  // warps; 12 warps leave 168 registers a thread
+#ifndef PRODUCERS
+#define PRODUCERS 4
+#endif
+#ifndef PNT
+#define PNT 2
+#endif
 
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT;
-  // A short draft is prepared by one warp, four items at a time; a long one by all producers together.
-  static constexpr int kGroup = NT <= 2 ? 1 : NT == 4 ? 2 : 4;
+  static constexpr int kProducers = NT <= PNT && !Tile::kConv ? PRODUCERS : 4;  // warps; 12 warps leave 168 registers a thread, 16 warps 128
+  // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
+  static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
-  static constexpr int kBuffers = NT <= 4 ? 4 : 2;  // a multiple of kGroups: a buffer belongs to one group
-  static constexpr int kStages = NT <= 4 ? 2 : 1;   // state tiles in flight a consumer; long drafts are not memory-bound
+  // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
+  static constexpr int kBuffers = NT == 1 ? (kProducers == 8 ? 8 : 6) : NT == 2 ? 4 : NT == 4 ? 3 : 2;
+  static constexpr int kStages = NT <= 4 ? 2 : 1;       // state tiles in flight a consumer; long drafts are not memory-bound
+  static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
-  static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1, "");
-  static int bytes(int T) { return kStateBytes + kBuffers * Prep<Tile>::bytes(T); }
+  static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
+  // Raw k and q rows of a group's item, with three older columns of a convolution behind; raw v columns of a consumer.
+  __host__ __device__ static int raw_bytes(int T) { return (Prep<Tile>::nodes(T) + (Tile::kConv ? 3 : 0)) * 512; }
+  __host__ __device__ static int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::nodes(T) + 4) * 32 : 0; }
+  static int bytes(int T) {
+    return kBarrierBytes + kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
+  }
 };
 
-// Named barriers: 1.. full, then empty, then one a producer group.
-__device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-  __threadfence_block();
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Buffers change hands through mbarriers: a consumer warp waits for its producers only, never for the other consumers.
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))), "r"(count) : "memory");
 }
+// For the whole warp, whose earlier accesses it orders.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, int lane) {
+  __syncwarp();
+  if (lane == 0)
+    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(bar));
+  uint32_t done;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+#endif
+                 : "=r"(done) : "r"(at), "r"(parity) : "memory");
+  } while (!done);
+}
+// Named barriers of a producer group.
+__device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ int barrier_or(int id, int threads, int x) {
   int r;
   asm volatile(
@@ -38,69 +69,155 @@ __device__ __forceinline__ int barrier_or(int id, int threads, int x) {
   return r;
 }
 
-struct StreamItem {
-  int n, hv, split;
+struct StreamLaunch {
+  int items, splits, slabs;  // slabs of 16 channels an item; splits items a head
+  int heads_per_key;         // HV / H
+  int step_split, step_head, step_row;  // gridDim.x in mixed radix (N, HV, splits): no divisions on the way
+};
+
+struct Cursor {
+  int item, n, hv, split;
+  __device__ __forceinline__ Cursor(const StreamLaunch& q, int HV, int first) {
+    item = first;
+    split = first % q.splits;
+    hv = first / q.splits % HV;
+    n = first / q.splits / HV;
+  }
+  __device__ __forceinline__ void advance(const StreamLaunch& q, int HV) {
+    item += gridDim.x;
+    split += q.step_split;
+    hv += q.step_head;
+    n += q.step_row;
+    if (split >= q.splits) split -= q.splits, ++hv;
+    if (hv >= HV) hv -= HV, ++n;
+  }
+};
+
+// The slot as it stands in memory, not looked at, so that nobody waits for it; and what it means. -1: padding, -2: out of
+// range.
+__device__ __forceinline__ int64_t raw_slot_of(const VerifyParams& p, const StreamLaunch& q, const Cursor& c) {
+  return c.item < q.items ? load_index(p.state_indices, c.n) : -1;
+}
+__device__ __forceinline__ int checked_slot(const VerifyParams& p, int64_t slot) {
+  return slot >= p.slots || slot < -1 ? -2 : static_cast<int>(slot);
+}
+
+// Everything a producer warp reads from memory for one item, on its way while the item before is being prepared.
+template <class Tile>
+struct ProducerInput {
+  static constexpr int kGroup = Stream<Tile>::kGroup;
+  int slot, parent;
+  GateInput<Tile> gates;
+  uint4 weight[Tile::kConv ? 4 : 1], bias, old[Tile::kConv ? 3 : 1];
+
+  __device__ __forceinline__ void load(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane) {
+    if (c.item >= q.items) return;
+    constexpr int K = Tile::K;
+    const int h = c.hv / q.heads_per_key, kind = lane >> 4, i = lane & 15;
+    slot = checked_slot(p, raw_slot_of(p, q, c));
+    const int t = gw * 32 + lane;
+    parent = t < p.T ? (p.parents != nullptr ? p.parents[c.n * p.parents_stride_row + t] : t - 1) : -1;
+    if constexpr (Tile::kConv) {
+      const int channel = (kind == 0 ? p.H * K : 0) + h * K + i * 8;
+      const uint4* w = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_weight) + channel * 4);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) weight[j] = w[j];
+      bias = make_uint4(0u, 0u, 0u, 0u);
+      if (p.conv_bias != nullptr) bias = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_bias) + channel);
+      if (slot >= 0 && gw == 0) {
+        const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel;
+#pragma unroll
+        for (int j = 0; j < 3; ++j) {  // old[0]: the newest column
+          uint32_t y[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const uint16_t* x = at + 2 * e * p.conv_state_stride_channel + (2 - j) * p.conv_state_stride_column;
+            y[e] = x[0] | static_cast<uint32_t>(x[p.conv_state_stride_channel]) << 16;
+          }
+          old[j] = make_uint4(y[0], y[1], y[2], y[3]);
+        }
+      }
+    }
+    if (gw == kGroup - 1) gates.load(p, c.n, c.hv, lane);
+  }
+  // The raw rows travel to shared memory; the group must be done with the rows before them. Lanes 0-15: eight channels of
+  // k each, lanes 16-31: of q.
+  __device__ __forceinline__ static void prefetch(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane, uint4* rows) {
+    if (c.item >= q.items) return;
+    constexpr int K = Tile::K;
+    const int h = c.hv / q.heads_per_key, i = lane & 15;
+    const bool is_k = lane < 16;
+    const uint16_t* from;
+    int64_t stride;
+    if constexpr (Tile::kConv) {
+      stride = p.mixed_qkv_stride_token;
+      from = static_cast<const uint16_t*>(p.mixed_qkv) + (is_k ? p.H * K : 0) + h * K;
+    } else {
+      stride = is_k ? p.k_stride_token : p.q_stride_token;
+      from = is_k ? static_cast<const uint16_t*>(p.k) + h * p.k_stride_head : static_cast<const uint16_t*>(p.q) + h * p.q_stride_head;
+    }
+    from += (static_cast<int64_t>(c.n) * p.T + gw) * stride + i * 8;
+    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + gw * 512;
+    for (int t = gw; t < p.T; t += kGroup, from += kGroup * stride, to += kGroup * 512)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
 };
 
 template <class Tile>
-__global__ void __launch_bounds__((kConsumers + kProducers) * 32, 1)
-    verify_stream_kernel(const __grid_constant__ VerifyParams p, const int items, const int splits, const int slabs) {
+__global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 1)
+    verify_stream_kernel(const __grid_constant__ VerifyParams p, const __grid_constant__ StreamLaunch q) {
   using S = Stream<Tile>;
+  constexpr int K = Tile::K;
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int prep_bytes = Prep<Tile>::bytes(p.T);
-  unsigned char* preps = shared + S::kStateBytes;
-  auto item_at = [&](int item) {
-    StreamItem r;
-    r.split = item % splits;
-    const int rest = item / splits;
-    r.hv = rest % p.HV;
-    r.n = rest / p.HV;
-    return r;
-  };
-  // -1: padding, -2: out of range.
-  auto slot_of = [&](int item) {
-    const int64_t slot = load_index(p.state_indices, item / (splits * p.HV));
-    return slot >= p.slots || slot < -1 ? -2 : static_cast<int>(slot);
-  };
-  const int barrier_threads = (slabs + S::kGroup) * 32;
+  unsigned char* preps = shared + S::kBarrierBytes + S::kStateBytes;
+  unsigned char* raws = preps + S::kBuffers * prep_bytes;
+  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* empty = full + S::kBuffers;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kBuffers; ++i) {
+      mbarrier_init(full + i, S::kGroup);
+      mbarrier_init(empty + i, q.slabs);
+    }
+  }
+  __syncthreads();
+  const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
   if (warp < kConsumers) {
-    if (warp >= slabs) return;
-    unsigned char* stages = shared + warp * S::kStages * StateFragments<Tile>::kBytes;
-    auto state_of = [&](int item, int slot) {
-      const StreamItem it = item_at(item);
-      return slot * p.state_stride_slot + it.hv * p.state_stride_head + static_cast<int64_t>((it.split * slabs + warp) * 16) * Tile::K;
-    };
-    auto prefetch = [&](int item, int slot, int stage) {
-      if (item < items && slot >= 0)
-        StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state, state_of(item, slot), lane);
+    if (warp >= q.slabs) return;
+    unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
+    auto prefetch = [&](const Cursor& c, int slot, int stage) {
+      if (slot >= 0)
+        StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state,
+                                       slot * p.state_stride_slot + c.hv * p.state_stride_head + (c.split * q.slabs + warp) * 16 * K, lane);
       asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    int slots[S::kStages + 1];  // of this item and of those whose state is on its way, and of the one after
+    Cursor here(q, p.HV, blockIdx.x), ahead = here;  // ahead: the next item whose state is to be asked for
+    int slots[S::kStages];                           // of this item and of those on their way
 #pragma unroll
-    for (int i = 0; i <= S::kStages; ++i) {
-      const int item = blockIdx.x + i * gridDim.x;
-      slots[i] = item < items ? slot_of(item) : -1;
+    for (int i = 0; i < S::kStages; ++i) {
+      slots[i] = checked_slot(p, raw_slot_of(p, q, ahead));
+      prefetch(ahead, slots[i], i);
+      ahead.advance(q, p.HV);
     }
-#pragma unroll
-    for (int i = 0; i < S::kStages; ++i) prefetch(blockIdx.x + i * gridDim.x, slots[i], i);
+    int64_t raw_slot = raw_slot_of(p, q, ahead);
 
-    int k = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x, ++k) {
-      const int buffer = k % S::kBuffers, stage = k % S::kStages;
-      const StreamItem it = item_at(item);
-      const int row0 = (it.split * slabs + warp) * 16;
-      const int slot = slots[0], ahead = item + S::kStages * gridDim.x;
+    for (int k = 0; here.item < q.items; ++k) {
+      const int buffer = k % S::kBuffers, use = k / S::kBuffers, stage = k % S::kStages;
+      const int row0 = (here.split * q.slabs + warp) * 16;
+      const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
       auto ready = [&] {
         // The stage has been read into registers: refill it before waiting for the preparation.
-        prefetch(ahead, slots[S::kStages], stage);
-        const int next = ahead + gridDim.x;
 #pragma unroll
-        for (int i = 0; i < S::kStages; ++i) slots[i] = slots[i + 1];
-        slots[S::kStages] = next < items ? slot_of(next) : -1;
-        barrier_sync(1 + buffer, barrier_threads);
+        for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
+        slots[S::kStages - 1] = next_slot;
+        prefetch(ahead, slots[S::kStages - 1], stage);
+        ahead.advance(q, p.HV);
+        raw_slot = raw_slot_of(p, q, ahead);
+        mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
       asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
@@ -108,17 +225,18 @@ __global__ void __launch_bounds__((kConsumers + kProducers) * 32, 1)
       if (slot >= 0) {
         StateFragments<Tile> state;
         state.fetch(stages + stage * StateFragments<Tile>::kBytes, lane);
-        sound = solve_rows<Tile>(p, it.n, it.hv, slot, row0, lane, s, state, 0, ready);
+        sound = solve_rows<Tile, true>(p, here.n, here.hv, slot, row0, lane, s, state, 0, ready,
+                                 raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
       } else {
         ready();
       }
-      if (!sound) write_zeros(p, it.n, it.hv, row0, 16, lane, 32);
-      if (item + S::kBuffers * static_cast<int64_t>(gridDim.x) < items) barrier_arrive(1 + S::kBuffers + buffer, barrier_threads);
+      if (!sound) write_zeros(p, here.n, here.hv, row0, 16, lane, 32);
+      mbarrier_arrive(empty + buffer, lane);
+      here.advance(q, p.HV);
     }
   } else {
     const int group = (warp - kConsumers) / S::kGroup, gw = (warp - kConsumers) % S::kGroup;
-    const int rep = p.HV / p.H;
-    const int group_barrier = 1 + 2 * S::kBuffers + group;
+    const int group_barrier = 1 + group;
     auto sync = [&] {
       if constexpr (S::kGroup == 1) {
         __syncwarp();
@@ -126,37 +244,79 @@ __global__ void __launch_bounds__((kConsumers + kProducers) * 32, 1)
         barrier_sync(group_barrier, S::kGroup * 32);
       }
     };
-    for (int k = group;; k += S::kGroups) {
-      const int64_t item64 = blockIdx.x + static_cast<int64_t>(k) * gridDim.x;
-      if (item64 >= items) break;
-      const int item = static_cast<int>(item64), buffer = k % S::kBuffers;
-      const StreamItem it = item_at(item);
-      const int h = it.hv / rep;
-      const int slot = slot_of(item);
-      const bool counts = gw == 0 && lane == 0 && it.hv == 0 && it.split == 0;
+    uint4* raw_rows = reinterpret_cast<uint4*>(raws + group * S::raw_bytes(p.T)) + lane;  // rows of 32 words
+    Cursor here(q, p.HV, blockIdx.x);
+    for (int i = 0; i < group; ++i) here.advance(q, p.HV);
+    ProducerInput<Tile> in;
+    in.load(p, q, here, gw, lane);
+    ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
+    for (int k = group; here.item < q.items; k += S::kGroups) {
+      const int buffer = k % S::kBuffers, use = k / S::kBuffers;
+      const int h = here.hv / q.heads_per_key;
+      const bool counts = gw == 0 && lane == 0 && here.hv == 0 && here.split == 0;
+      const bool writes_k = here.split == 0 && here.hv == h * q.heads_per_key;
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
-      if (k >= S::kBuffers) barrier_sync(1 + S::kBuffers + buffer, barrier_threads);
-      bool skip = slot < 0;
-      if (skip) {
-        if (counts && slot != -1) count_error(p.errors, kErrorStateIndex);
-      } else {
-        const int bad = load_parents(p, it.n, s, gw * 32 + lane, S::kGroup * 32);
-        if constexpr (S::kGroup == 1) {
-          skip = __any_sync(0xffffffffu, bad);
-        } else {
-          skip = barrier_or(group_barrier, S::kGroup * 32, bad);
+      if (use > 0) mbarrier_wait(empty + buffer, (use - 1) & 1);
+      const int tid = gw * 32 + lane;
+      int bad = in.parent < -1 || in.parent >= (tid < p.T ? tid : 0);
+      if (tid < s.Tpad) s.parent[tid] = in.parent;
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      if constexpr (Tile::kConv) {
+        if (gw == 0) {
+#pragma unroll
+          for (int j = 0; j < 3; ++j) raw_rows[(s.Tpad + j) * 32] = in.old[j];
         }
+      }
+      if constexpr (S::kGroup == 1) {
         __syncwarp();
-        if (skip && counts) count_error(p.errors, kErrorParent);
+        bad = __any_sync(0xffffffffu, bad);
+      } else {
+        bad = barrier_or(group_barrier, S::kGroup * 32, bad);
       }
-      if (gw == 0 && lane == 0) *s.skip = skip;
+      const bool skip = in.slot < 0 || bad;
+      if (skip && counts && in.slot != -1) count_error(p.errors, in.slot < 0 ? kErrorStateIndex : kErrorParent);
+      if (tid == 0) *s.skip = skip;
+      const Cursor now = here;
+#pragma unroll
+      for (int i = 0; i < S::kGroups; ++i) here.advance(q, p.HV);
       if (!skip) {
-        if (gw == S::kGroup - 1) prepare_gates<Tile>(p, it.n, it.hv, it.split == 0, s, lane);
-        stage_rows<Tile>(p, it.n, h, slot, it.hv == h * rep && it.split == 0, s, gw, S::kGroup, lane);
-        sync();
-        prepare_coefficients<Tile>(s, gw, S::kGroup, lane);
+        if (gw == S::kGroup - 1) prepare_gates<Tile>(p, now.n, now.hv, now.split == 0, s, lane, in.gates);
+        const int kind = lane >> 4, i = lane & 15;
+#pragma unroll 1
+        for (int t = gw; t < s.Tpad; t += S::kGroup) {
+          if (t >= p.T) {
+            stage_zero_row<Tile>(s, kind, t, i);
+            continue;
+          }
+          uint4 raw = raw_rows[t * 32];
+          if constexpr (Tile::kConv) {
+            if (writes_k)
+              *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.stash.conv) + now.n * p.stash.conv_stride_row + t * p.stash.conv_stride_node +
+                                        (kind == 0 ? p.H * K : 0) + h * K + i * 8) = raw;
+            uint4 taps[4];
+            taps[0] = raw;
+            int node = t;
+#pragma unroll
+            for (int j = 1; j < 4; ++j) {
+              node = node >= 0 ? s.parent[node] : node - 1;
+              taps[j] = raw_rows[(node >= 0 ? node : s.Tpad - 1 - node) * 32];
+            }
+            raw = convolve8(taps, in.weight, in.bias, act_bf16);
+          }
+          stage_row<Tile>(p, now.n, h, writes_k, s, kind, t, i, raw, act_bf16);
+        }
       }
-      barrier_arrive(1 + buffer, barrier_threads);
+      in.load(p, q, here, gw, lane);
+      sync();
+      ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
+      if (!skip) {
+        prepare_coefficients<Tile>(s, gw, S::kGroup, lane);
+        if constexpr (Tile::kBlockTiles == 2) {
+          sync();
+          prepare_inverse<Tile>(s, gw, S::kGroup, lane);
+        }
+      }
+      mbarrier_arrive(full + buffer, lane);
     }
   }
 }
@@ -169,15 +329,20 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   if (bytes > shared_limit) return cudaErrorNotSupported;
   cudaError_t e = allow_shared(verify_stream_kernel<Tile>, shared_limit, allowed);
   if (e != cudaSuccess) return e;
+  StreamLaunch q{};
   // A small batch is cut across value channels until every multiprocessor has an item.
-  int slabs = kConsumers < p.V / 16 ? kConsumers : p.V / 16;
+  q.slabs = kConsumers;
   const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
-  while (slabs > 2 && heads * (p.V / 16) / slabs < multiprocessors) slabs /= 2;
-  const int splits = p.V / 16 / slabs;
-  const int64_t items = heads * splits;
-  if (items > 0x3fffffff) return cudaErrorInvalidConfiguration;
-  const int blocks = static_cast<int>(items < multiprocessors ? items : multiprocessors);
-  verify_stream_kernel<Tile><<<blocks, (kConsumers + kProducers) * 32, bytes, stream>>>(p, static_cast<int>(items), splits, slabs);
+  while (q.slabs > 2 && heads * kConsumers / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
+  q.splits = kConsumers / q.slabs;
+  if (heads * q.splits > 0x3fffffff) return cudaErrorInvalidConfiguration;
+  q.items = static_cast<int>(heads * q.splits);
+  const int blocks = q.items < multiprocessors ? q.items : multiprocessors;
+  q.heads_per_key = p.HV / p.H;
+  q.step_split = blocks % q.splits;
+  q.step_head = blocks / q.splits % p.HV;
+  q.step_row = blocks / q.splits / p.HV;
+  verify_stream_kernel<Tile><<<blocks, (kConsumers + S::kProducers) * 32, bytes, stream>>>(p, q);
   return cudaGetLastError();
 }
 

@@ -39,7 +39,7 @@ def test_both_truths_agree():
 def test_the_matrix_holds_every_case_once():
     todo = cases.matrix(["35B", "397B-tp8", "397B"], cases.REQUESTS, cases.DRAFTS, cases.MODES, "float32")
     assert len(todo) == len(set(todo)) == 3 * 6 * (7 * 3 + 2)  # ReplaySSM: chains only
-    assert [c.mode in ("snapshot", "replayssm") for c in todo] == sorted(c.mode in ("snapshot", "replayssm") for c in todo)
+    assert [c.shape for c in todo] == sorted((c.shape for c in todo), key=["35B", "397B-tp8", "397B"].index)
 
 
 def test_a_red_check_stops_the_benchmark(monkeypatch, tmp_path, capsys):
@@ -76,7 +76,7 @@ def test_targets_from_rows():
     assert found["verify 64 x chain 4, share of read bandwidth"][1] is True
     assert found["verify 64 x tree 16 / chain 4"] == ("2.00", False)
     measured, met = found["verify+commit 64 x chain 4: snapshot / treewy"]
-    assert met is True and measured.startswith(f"{(188 + 69) / (40 + 75):.2f}")
+    assert met is True and measured.startswith("2.23")
     assert found["verify+commit 256 x chain 4: snapshot / treewy"] == ("not measured", None)
     assert "MISSED" in report.table(rows)
 

@@ -53,6 +53,7 @@ def test_activate_takes_over_from_a_cuda_wheel(tmp_path, monkeypatch):
     assert environ["PYTHONPATH"] == os.pathsep.join([str(bootstrap.OVERLAY), "/a"])
     assert environ["SGLANG_USE_CPU_ENGINE"] == "1" and environ["CUDA_VISIBLE_DEVICES"] == ""
     assert environ["SGLANG_MAMBA_CONV_DTYPE"] == "float32" and environ["TORCH_COMPILE_DISABLE"] == "1"
+    assert environ["OMP_WAIT_POLICY"] == "passive"
 
 
 def test_activate_leaves_a_cpu_build_and_other_devices_alone(tmp_path, monkeypatch):
@@ -67,14 +68,27 @@ def test_activate_leaves_a_cpu_build_and_other_devices_alone(tmp_path, monkeypat
 
 
 def test_defaults_do_not_override_the_user():
-    environ = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    environ = {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16", "OMP_WAIT_POLICY": "active"}
     bootstrap.set_defaults(["x", "--dtype", "float32", "--enable-torch-compile"], environ)
-    assert environ == {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16"}
+    assert environ == {"SGLANG_MAMBA_CONV_DTYPE": "bfloat16", "OMP_WAIT_POLICY": "active"}
 
 
 def run(code, *path):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), str(PYTHON)]), "CUDA_VISIBLE_DEVICES": ""}
+    inherited = {k: v for k, v in os.environ.items() if k != "TREEWY_CPU_FORK"}
+    environ = {**inherited, "PYTHONPATH": os.pathsep.join([*map(str, path), str(PYTHON)]), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+
+
+def test_fork_is_opt_in():
+    code = (
+        "import multiprocessing, os\n"
+        "from treewy_sglang.sglang.cpu import bootstrap\n"
+        "on = [bootstrap.start_by_fork(os.environ) for _ in range(2)]\n"
+        "multiprocessing.set_start_method('spawn', force=True)\n"
+        "print(on, multiprocessing.get_start_method())"
+    )
+    assert run(code).stdout.strip() == "[False, False] spawn"
+    assert run("import os; os.environ['TREEWY_CPU_FORK'] = '1'\n" + code).stdout.strip() == "[True, True] fork"
 
 
 def test_importing_the_folder_loads_nothing():
@@ -160,6 +174,30 @@ class TestOperators:
             A_log, dt_bias, q[:, :2], k[:, :2], v[:, :2], a[:2], b[:2], pool, index, starts, True,
         )  # fmt: skip
         self.check("fused_rmsnorm_gated_cpu", torch.randn(5, 8), torch.ones(8), torch.randn(5, 8), 1e-6)
+
+    def test_qwen3_5(self):
+        generator = torch.Generator().manual_seed(0)
+        qkvz, ba = torch.randn(3, 2 * 16 + 4 * 8 * 2, generator=generator), torch.randn(3, 8, generator=generator)
+        self.check("fused_qkvzba_split_reshape_cat_contiguous_cpu", qkvz, ba, 2, 4, 8, 8)
+        qkv, z, b, a = torch.ops.sgl_kernel.fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, 2, 4, 8, 8)
+        assert torch.equal(torch.cat([qkv, z.flatten(1)], 1), qkvz) and torch.equal(torch.cat([b, a], 1), ba)
+        q_gate, k = torch.randn(3, 4 * 2 * 8, generator=generator), torch.randn(3, 16, generator=generator)
+        w, u = torch.randn(8, generator=generator), torch.randn(8, generator=generator)
+        self.check("fused_qk_gemma_rmsnorm_with_gate_cpu", q_gate, k, w, u, 1e-6, 8, 4)
+        self.check("fused_qk_gemma_rmsnorm_cpu", q_gate, k, w, u, 1e-6, 8)
+        q, key, gate = torch.ops.sgl_kernel.fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, w, u, 1e-6, 8, 4)
+        heads = q_gate.view(3, 4, 16).double()
+        norm = lambda x, weight: x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight.double())
+        torch.testing.assert_close(q.view(3, 4, 8).double(), norm(heads[..., :8], w), rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(key.view(3, 2, 8).double(), norm(k.view(3, 2, 8).double(), u), rtol=2e-6, atol=1e-6)
+        assert torch.equal(gate.view(3, 4, 8), q_gate.view(3, 4, 16)[..., 8:])
+        x, strided = torch.randn(3, 32, generator=generator), q_gate.view(3, 4, 16)[..., 8:]
+        truth = x.double() * strided.reshape(3, 32).double().sigmoid()
+        out = torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(x, strided, inplace=True)
+        assert out.data_ptr() == x.data_ptr()
+        torch.testing.assert_close(x.double(), truth, rtol=2e-6, atol=1e-6)
+        with pytest.raises(ValueError, match="inplace is False"):
+            torch.ops.sgl_kernel.fused_sigmoid_mul_cpu(x, strided)
 
     def test_speculation(self):
         long = lambda *shape: torch.zeros(*shape, dtype=torch.int64)

@@ -5,7 +5,7 @@
 set -u
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build() {  # kernels that setup.py has compiled are linked; otherwise they are compiled here
-  local objects=("$root"/build/temp*/*.cuda.o)
+  local objects=("$root"/build/*/*.cuda.o)
   [ -e "${objects[0]}" ] || objects=("$root"/csrc/cuda/*.cu)
   "${NVCC:-nvcc}" -std=c++17 -O2 -lineinfo -arch="${1:-native}" -I"$root/csrc" "$root/tests/cuda/sanitize.cu" "${objects[@]}" -o "$2"
 }

@@ -27,6 +27,7 @@ def settings(**changes):
         enable_pdmux=False,
         device="cpu",
         enable_torch_compile=False,
+        speculative_adaptive=False,
         mamba_ssm_dtype=None,
     )
     assert set(changes) <= set(values)
@@ -66,6 +67,7 @@ def test_settings_that_are_served(algorithm, device, nodes, dtype):
         (dict(enable_two_batch_overlap=True), ("--enable-two-batch-overlap", "drop")),
         (dict(enable_pdmux=True), ("--enable-pdmux", "drop")),
         *((dict(device=name), (name, "--device cuda")) for name in ("npu", "xpu", "hpu", "musa")),
+        (dict(speculative_adaptive=True), ("--speculative-adaptive", "drop")),
         (dict(enable_torch_compile=True), ("--enable-torch-compile", "drop")),
         (dict(mamba_ssm_dtype="float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")),
     ],
@@ -76,6 +78,10 @@ def test_settings_that_are_refused(changes, words):
     for word in words:
         assert word in reason, reason
     assert reason.endswith(".") and reason.count(". ") == 0, f"one sentence: {reason}"
+
+
+def test_adaptive_step_counts_are_served_on_cuda():
+    assert refusal_of_settings(settings(speculative_adaptive=True, device="cuda")) is None
 
 
 def test_hip_is_refused(monkeypatch):

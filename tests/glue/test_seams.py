@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from treewy_sglang import patching
+from treewy_sglang.sglang import config
+
 SPEC = importlib.util.find_spec("sglang")
 pytestmark = pytest.mark.skipif(SPEC is None, reason="sglang is not installed")
 
@@ -57,10 +60,18 @@ def copy_of_sglang(where: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    from treewy_sglang import patching
-
     where = copy_of_sglang(tmp_path_factory.mktemp("patched"))
     patching.apply(patching.find_target(where / "sglang"), patching.Series.load())
+    return where
+
+
+@pytest.fixture
+def unpatched(tmp_path):
+    """Whatever the installed package is: the environment may have patched it."""
+    where = copy_of_sglang(tmp_path)
+    target, series = patching.find_target(where / "sglang"), patching.Series.load()
+    if patching.inspect(target, series).applied:
+        patching.revert(target, series)
     return where
 
 
@@ -116,16 +127,27 @@ def test_patched_server_takes_the_flag_or_says_why_not(patched, model):
     assert "2 key heads do not split over 4 ranks" in tp["refused"]
 
 
-def test_unpatched_server_does_not_know_the_flag(tmp_path, model):
-    assert ask(copy_of_sglang(tmp_path), model, f"--enable-treewy {CHAIN}") == [dict(refused="arguments")]
+def test_unpatched_server_does_not_know_the_flag(unpatched, model):
+    assert ask(unpatched, model, f"--enable-treewy {CHAIN}") == [dict(refused="arguments")]
 
 
-def test_a_changed_file_is_refused_at_start(patched, model, tmp_path):
+def stamp_of(where, monkeypatch):
+    """The check that validate() makes first, on an SGLang that lies elsewhere."""
+    monkeypatch.setattr(sys.modules["sglang"], "__file__", str(where / "sglang/__init__.py"))
+    config.require_stamp()
+
+
+def test_a_missing_patch_or_a_changed_file_is_refused_at_start(patched, unpatched, tmp_path, monkeypatch):
+    import sglang  # noqa: F401
+
+    stamp_of(patched, monkeypatch)
+    with pytest.raises(patching.NotPatched, match="patch apply"):
+        stamp_of(unpatched, monkeypatch)
     where = tmp_path / "changed"
     shutil.copytree(patched, where, copy_function=link_or_copy)
     seam = where / "sglang/srt/layers/attention/attention_registry.py"
     text = seam.read_text()
     seam.unlink()
     seam.write_text(text.replace("runner.server_args.enable_treewy", "False"))
-    (answer,) = ask(where, model, f"--enable-treewy {CHAIN}")
-    assert "attention_registry.py" in answer["refused"]
+    with pytest.raises(patching.NotPatched, match="attention_registry.py"):
+        stamp_of(where, monkeypatch)

@@ -190,8 +190,8 @@ class Server:
         return f"the end of {self.log}:\n  " + "\n  ".join(self.log_text().splitlines()[-lines:])
 
     def _last_line(self) -> str:
-        lines = [line for line in self.log_text().splitlines() if line.strip()]
-        return re.sub(r"^\[[^\]]*\]\s*", "", lines[-1])[:90] if lines else "no output yet"
+        lines = re.findall(r"^\[\d{4}-[^\]]*\] (.+)$", self.log_text(), re.M)  # log lines, not what libraries print
+        return lines[-1][:90] if lines else "Python imports SGLang"
 
     def request(self, path: str, body: Any = None, timeout: float = 600.0) -> Any:
         """GET, or POST when there is a body; the JSON of the answer, or its text."""

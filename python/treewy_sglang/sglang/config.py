@@ -72,6 +72,8 @@ def refusal_of_settings(args: Any) -> Optional[str]:
         return f"it has no operators for {name}: use --device cuda on an NVIDIA GPU, or --device cpu."
     if device == "cpu" and args.enable_torch_compile:
         return "the compiled CPU graphs have no buffers for draft trees: drop --enable-torch-compile."
+    if device == "cpu" and args.speculative_adaptive:
+        return "adaptive step counts keep a CUDA graph each: drop --speculative-adaptive on --device cpu."
     if args.mamba_ssm_dtype is not None and args.mamba_ssm_dtype not in DTYPES.values():
         return (
             f"--mamba-ssm-dtype {args.mamba_ssm_dtype} is not a state dtype it knows: use float32, bfloat16 or float16."

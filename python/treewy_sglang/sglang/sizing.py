@@ -95,7 +95,7 @@ def split_budget(configurator: Any, rest_gib: float) -> float:
     nodes = configurator.server_args.max_speculative_num_draft_tokens
     slot_bytes = params.mamba_cache_per_req
     row_bytes = Stash.bytes_per_row(**stash_shape(params, len(params.layers), nodes))
-    snapshot_bytes = slot_bytes * get_spec().speculative_num_draft_tokens
+    snapshot_bytes = slot_bytes * nodes
     dp_size = configurator.ps.attn_dp_size
     requested = get_schedule().max_running_requests // dp_size
     ratio = configurator._calculate_mamba_ratio()
@@ -117,8 +117,9 @@ def split_budget(configurator: Any, rest_gib: float) -> float:
             rows=stash_rows,
         )
     snapshot_slots = slots
-    if budget is not None:  # SGLang's own split: a snapshot row for every `ratio` slots, and one of padding
-        snapshot_slots = max(0, int((budget - slot_bytes - snapshot_bytes) // (slot_bytes + snapshot_bytes / ratio)))
+    if budget is not None:  # SGLang's own split: a row of snapshots for every `ratio` slots, and one of padding
+        row = slot_bytes * get_spec().speculative_num_draft_tokens
+        snapshot_slots = max(0, int((budget - slot_bytes - row) // (slot_bytes + row / ratio)))
     rows = stash_rows(min(requested, slots // ratio))
     _plan = Plan(slot_bytes, row_bytes, snapshot_bytes, ratio, requested, slots, rows, snapshot_slots)
     get_context().override("mamba_pool.treewy", max_mamba_cache_size=slots)

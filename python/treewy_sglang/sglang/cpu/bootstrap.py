@@ -52,7 +52,11 @@ def set_defaults(argv: Sequence[str], environ: MutableMapping[str, str]) -> None
 
     Without ``--enable-torch-compile``, nothing is compiled. SGLang decorates a few helpers of some microseconds with
     torch.compile; on CPU each costs seconds of a C++ compiler when the first request comes in.
+
+    OpenMP threads sleep while they wait. A server is three processes or more, whose threads would otherwise keep each
+    other from running.
     """
+    environ.setdefault("OMP_WAIT_POLICY", "passive")
     if option(argv, "--dtype") in ("float32", "float"):
         environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if "--enable-torch-compile" not in argv:
@@ -71,6 +75,28 @@ def wheel_folder() -> Optional[Path]:
 def is_cuda_wheel(folder: Path) -> bool:
     """A CUDA wheel keeps its operators in one folder per architecture; a CPU build has them beside ``__init__``."""
     return any((folder / name).is_dir() for name in _CUDA_FOLDERS)
+
+
+def start_by_fork(environ: Mapping[str, str]) -> bool:
+    """With ``TREEWY_CPU_FORK=1``, scheduler and detokenizer are forked off the server instead of started afresh.
+
+    Each of the three processes otherwise imports all of SGLang, about 20 s of one core. Forking is safe only where
+    nothing runs yet in the parent, as in a server of one's own that has just come up; not in a program that holds
+    threads or has computed with several of them. Returns True if SGLang's choice of start method is overridden.
+    """
+    if environ.get("TREEWY_CPU_FORK", "0") != "1":
+        return False
+    import multiprocessing
+
+    if not hasattr(multiprocessing.set_start_method, "treewy"):
+        original = multiprocessing.set_start_method
+
+        def set_start_method(method, force=False):
+            original("fork" if method == "spawn" else method, force=force)
+
+        set_start_method.treewy = True
+        multiprocessing.set_start_method = set_start_method
+    return True
 
 
 def activate(

@@ -136,18 +136,22 @@ def delta_step(
         return out
     repeat = v.shape[1] // k.shape[1]
     scale = k.shape[2] ** -0.5 if scale is None else scale
-    query, key = q.float(), k.float()
+    # key and query side by side [N, H, K, 2], so that one pass over the old state serves u and the output:
+    # S q = e^g S_old q + u (k . q)
+    pair = torch.stack([k, q], dim=-1).float()
     if normalize:
-        query, key = _unit(query), _unit(key)
-    query = (query * scale).repeat_interleave(repeat, dim=1).unsqueeze(-1)
-    key = key.repeat_interleave(repeat, dim=1).unsqueeze(-1)
-    current = state[index].float() * g.exp()[..., None, None]
-    update = (v.float().unsqueeze(-1) - current @ key) * beta[..., None, None]
-    current = torch.baddbmm(
-        current.flatten(0, 1), update.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
-    ).view_as(current)
-    state[index] = current.to(state.dtype)
-    return (current @ query).squeeze(-1).to(v.dtype)
+        pair = pair * torch.rsqrt(pair.square().sum(2, keepdim=True) + _NORM_EPS)
+    pair[..., 1] *= scale
+    overlap = pair.prod(-1).sum(-1).repeat_interleave(repeat, dim=1).unsqueeze(-1)
+    pair = pair.repeat_interleave(repeat, dim=1).flatten(0, 1)
+    current = state.index_select(0, index).float()
+    matrix = current.flatten(0, 1)
+    decay = g.exp().view(-1, 1, 1)
+    seen, read = torch.bmm(matrix, pair).mul_(decay).unflatten(0, v.shape[:2]).unbind(-1)
+    update = (v.float() - seen) * beta.unsqueeze(-1)
+    matrix.mul_(decay).baddbmm_(update.flatten(0, 1).unsqueeze(-1), pair[..., :1].transpose(1, 2))
+    state.index_copy_(0, index, current.to(state.dtype))
+    return (read + update * overlap).to(v.dtype)
 
 
 def delta_prefill(
@@ -259,9 +263,16 @@ def gated_rms_norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, ep
     return (wide * weight.float() * F.silu(gate.float())).to(x.dtype)
 
 
-def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """``x * sigmoid(gate)``, both ``[n, d]`` (gate may have any shape with as many elements); dtype of x."""
-    return (x.float() * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """``x *= sigmoid(gate)``, in place. x ``[n, d]``, gate of as many elements in any shape and strides."""
+    x.copy_(x.float() * gate.reshape(x.shape).float().sigmoid())
+
+
+def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / rms(x) * (1 + weight)`` over the last axis. x ``[..., d]``, weight ``[d]``; dtype of x."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).to(x.dtype)
 
 
 def gate_sigmoid_mul_add(

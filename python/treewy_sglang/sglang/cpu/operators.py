@@ -133,6 +133,54 @@ def fused_rmsnorm_gated_cpu(x, weight, gate, eps):
     return gdn.gated_rms_norm(x, weight, gate, eps)
 
 
+@_register("fused_sigmoid_mul_cpu(Tensor(a!) attn_output, Tensor gate, bool inplace=False) -> Tensor(a!)")
+def fused_sigmoid_mul_cpu(attn_output, gate, inplace=False):
+    """See :func:`.gdn.sigmoid_mul`; returns its first argument."""
+    if not inplace:
+        raise ValueError("inplace is False; only inplace=True is supported")
+    gdn.sigmoid_mul(attn_output, gate)
+    return attn_output
+
+
+@_register(
+    "fused_qk_gemma_rmsnorm_cpu(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim) "
+    "-> (Tensor, Tensor)"
+)
+def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
+    """:func:`.gdn.gemma_rms_norm` of every head of q ``[n, HQ*D]`` and k ``[n, HK*D]``; ``[n*HQ, D]``, ``[n*HK, D]``."""
+    return (
+        gdn.gemma_rms_norm(q.reshape(-1, head_dim), q_weight, eps),
+        gdn.gemma_rms_norm(k.reshape(-1, head_dim), k_weight, eps),
+    )
+
+
+@_register(
+    "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, "
+    "int head_dim, int num_heads) -> (Tensor, Tensor, Tensor)"
+)
+def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):
+    """The same where each head of q_gate ``[n, HQ*2*D]`` is a query and then its gate; the gate comes third, as it is."""
+    query, gate = q_gate.reshape(-1, num_heads, 2, head_dim).unbind(2)
+    return (
+        gdn.gemma_rms_norm(query.reshape(-1, head_dim), q_weight, eps),
+        gdn.gemma_rms_norm(k.reshape(-1, head_dim), k_weight, eps),
+        gate.reshape(-1, head_dim).contiguous(),
+    )
+
+
+@_register(
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu(Tensor mixed_qkvz, Tensor mixed_ba, int num_heads_qk, "
+    "int num_heads_v, int head_qk, int head_v) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v):
+    """Split ``[n, q|k|v|z]`` and ``[n, b|a]`` into qkv ``[n, q|k|v]``, z ``[n, HV, V]``, b and a ``[n, HV]``."""
+    width = 2 * num_heads_qk * head_qk + num_heads_v * head_v
+    qkv, z = mixed_qkvz[:, :width], mixed_qkvz[:, width:]
+    b, a = mixed_ba.split([num_heads_v, num_heads_v], dim=1)
+    # an operator must not hand out views of its arguments
+    return qkv.clone(), z.clone().view(-1, num_heads_v, head_v), b.clone(), a.clone()
+
+
 _TREE_OUTPUTS = (
     "Tensor(a!) positions, Tensor(b!) retrive_index, Tensor(c!) retrive_next_token, Tensor(d!) retrive_next_sibling"
 )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass
@@ -64,21 +65,15 @@ def attend(
     of q; the sums are float32.
     """
     rows, keys = plan.slots.shape
-    key_heads = k_cache.shape[1]
-    queries = q.shape[0] // rows
-    group = q.shape[1] // key_heads
     flat = plan.slots.flatten()
-    key = k_cache.index_select(0, flat).view(rows, keys, key_heads, -1).permute(0, 2, 3, 1).float()
-    value = v_cache.index_select(0, flat).view(rows, keys, key_heads, -1).transpose(1, 2).float()
-    # the queries of all heads that share a key head become rows of one product
-    query = q.view(rows, queries, key_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(rows, key_heads, group * queries, -1)
-    score = (query.float() * scaling) @ key
-    if plan.visible is not None:
-        score = score.view(rows, key_heads, group, queries, keys)
-        score = score.masked_fill(~plan.visible.unsqueeze(1), float("-inf")).view(rows, key_heads, -1, keys)
-    out = score.softmax(-1) @ value
-    out = out.view(rows, key_heads, group, queries, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(q.shape[0], q.shape[1], -1).to(q.dtype)
+    # one gather per pool; heads become the second axis by strides alone
+    key = k_cache.index_select(0, flat).to(q.dtype).unflatten(0, (rows, keys)).transpose(1, 2)
+    value = v_cache.index_select(0, flat).to(q.dtype).unflatten(0, (rows, keys)).transpose(1, 2)
+    query = q.unflatten(0, (rows, -1)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=plan.visible, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def tree_visible(mask: Optional[torch.Tensor], rows: int, nodes: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from treewy_sglang.sglang.cpu.sampling import top_p_renorm as top_p_renorm_prob
 from treewy_sglang.sglang.cpu.sampling import tree_sample as tree_speculative_sampling_target_only
 
 _bootstrap.set_defaults(_sys.argv, _os.environ)
+_bootstrap.start_by_fork(_os.environ)
 _adapters.install()
 _wheel = _bootstrap.wheel_folder()
 if _wheel is not None:
