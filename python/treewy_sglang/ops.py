@@ -67,7 +67,7 @@ def tree_conv_verify(
 
 
 def commit(
-    stash, parents, accepted, state_indices, state, conv_state=None, track_indices=None, track_nodes=None
+    stash, parents, accepted, state_indices, state, conv_state=None, track_indices=None, track_nodes=None, nodes=None
 ):
     """Replace the states of N requests by the states after their accepted nodes, in all layers.
 
@@ -76,14 +76,24 @@ def commit(
     accepted       int   [N]                      last accepted node; -1: this request commits nothing
     state_indices  int   [N]                      slot read and written; -1: padding row. Slots of a call differ.
     state          float [L, slots, HV, V, K]     written
-    conv_state     float [L, slots, D, W-1]       written; None if the stash has no conv tensor
+    conv_state     float [L, slots, D, W-1]       written; None leaves convolution states alone, whatever the stash holds
     track_indices  int   [N] or None              second slot, which receives the state after `track_nodes`; -1: none
     track_nodes    int   [N] or None              the accepted node or an ancestor of it; -1: none
+    nodes          int or None                    T of a chain, where parents is None
 
-    The state of the track node is computed from the state before the call.
+    The state of the track node is computed from the state before the call. Track slots are not slots that other rows of
+    the call read or write. T is the second dimension of parents; for a chain (parents None) it is `nodes`, or the stash's
+    capacity if that is None too: pass it when the drafts were shorter than the stash, else an accepted node beyond them is
+    not found out.
     """
+    u, k, k_rnorm, g, conv = stash.u, stash.k, stash.k_rnorm, stash.g, stash.conv
+    if nodes is not None:
+        if not 1 <= nodes <= u.shape[3]:
+            raise RuntimeError(f"treewy::commit: argument 'nodes': is {nodes}; allowed: 1 to {u.shape[3]}, the capacity of the stash")  # fmt: skip
+        u, k, k_rnorm, g = u[:, :, :, :nodes], k[:, :, :, :nodes], k_rnorm[:, :, :, :nodes], g[:, :, :, :nodes]
+        conv = conv[:, :, :nodes] if conv is not None else None
     _ops.commit(
-        stash.u, stash.k, stash.k_rnorm, stash.g, stash.conv if conv_state is not None else None, parents, accepted,
+        u, k, k_rnorm, g, conv if conv_state is not None else None, parents, accepted,
         state_indices, track_indices, track_nodes, state, conv_state, counter(state.device),
     )  # fmt: skip
 

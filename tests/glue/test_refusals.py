@@ -29,6 +29,7 @@ def settings(**changes):
         enable_torch_compile=False,
         speculative_adaptive=False,
         mamba_ssm_dtype=None,
+        tp_size=1,
     )
     assert set(changes) <= set(values)
     return SimpleNamespace(**{**values, **changes})
@@ -59,6 +60,9 @@ def test_settings_that_are_served(algorithm, device, nodes, dtype):
             for name in ("EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
         ),
         (dict(max_speculative_num_draft_tokens=129), ("129", "128", "--speculative-num-draft-tokens")),
+        (dict(max_speculative_num_draft_tokens=0), ("0 nodes", "1 to 128")),
+        (dict(max_speculative_num_draft_tokens=-3), ("-3 nodes", "1 to 128")),
+        (dict(tp_size=2), ("--tp-size 2", "drop")),
         (dict(disaggregation_mode="prefill"), ("--disaggregation-mode prefill", "one server")),
         (dict(disaggregation_mode="decode"), ("--disaggregation-mode decode", "one server")),
         (dict(enable_unified_memory=True), ("--enable-unified-memory", "drop")),
@@ -78,6 +82,16 @@ def test_settings_that_are_refused(changes, words):
     for word in words:
         assert word in reason, reason
     assert reason.endswith(".") and reason.count(". ") == 0, f"one sentence: {reason}"
+
+
+@pytest.mark.parametrize(
+    "device, given, kept", [("cpu", "xgrammar", "none"), ("cpu", "llguidance", "llguidance"), ("cuda", "xgrammar", "xgrammar")]
+)
+def test_grammar_backend(device, given, kept):
+    """xgrammar pins its masks, so on CPU the first grammar request would end the server."""
+    args = SimpleNamespace(device=device, grammar_backend=given)
+    config.keep_grammars_off_cpu(args)
+    assert args.grammar_backend == kept
 
 
 def test_adaptive_step_counts_are_served_on_cuda():

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ops_common import BF16, F16, F32, Untouched, layer_of, live_rows, truths, verify_layers
 
-from treewy_sglang import ops, reference, tree
+from treewy_sglang import check_errors, ops, reference, tree
 from treewy_sglang.testing import assert_same_bits, assert_within_yardstick, make_inputs
 
 ALL = [F32, BF16, F16]
@@ -94,6 +94,30 @@ def test_implicit_chain(device):
     ops.commit(stash, tree.tensor(x.trees, device), x.accepted, x.state_indices, with_parents)
     ops.commit(stash, None, x.accepted, x.state_indices, without)
     assert_same_bits(without, with_parents, name="pool")
+
+
+def test_chain_shorter_than_the_stash(device):
+    """`nodes` says how long an implicit chain is: what is right stays the same, what lies beyond it is counted."""
+    x = make_inputs(N=3, T=4, H=1, HV=2, K=64, act=F32, shape="chain", device=device)
+    tight = verify_layers(x, 1)
+    s = type(tight).allocate(layers=1, rows=3, nodes=9, key_heads=1, value_heads=2, key_dim=64, value_dim=64,
+                             activation_dtype=F32, device=device)  # fmt: skip
+    for t in (s.u, s.k, s.k_rnorm, s.g):
+        t.fill_(float("nan"))
+    for wide, narrow in ((s.u, tight.u), (s.k, tight.k), (s.k_rnorm, tight.k_rnorm), (s.g, tight.g)):
+        wide[:, :, :, :4] = narrow[:, :3, :, :4]
+    want, got = x.pool.clone(), x.pool.clone()
+    ops.commit(tight, None, x.accepted, x.state_indices, want)
+    ops.commit(s, None, x.accepted, x.state_indices, got, nodes=4)
+    assert_same_bits(got, want, name="pool")
+    beyond = torch.full_like(x.accepted, 4)
+    before = x.pool.clone()
+    ops.commit(s, None, beyond, x.state_indices, x.pool, nodes=4)
+    assert_same_bits(x.pool, before, name="pool")
+    assert sum(check_errors(x.pool.device).values()) == 3
+    for nodes in (0, 10):
+        with pytest.raises(RuntimeError, match=f"'nodes': is {nodes}; allowed: 1 to 9"):
+            ops.commit(s, None, x.accepted, x.state_indices, x.pool, nodes=nodes)
 
 
 @pytest.mark.parametrize("act,conv_dtype", [(BF16, None), (F32, None), (F16, None), (F32, BF16), (BF16, F32)], ids=str)

@@ -126,6 +126,7 @@ class TreeWYGDNAttnBackend(GDNAttnBackend):
             conv_state=pool.mamba_cache.conv[0],
             track_indices=track_indices[:rows] if track else None,
             track_nodes=track_nodes[:rows] if track else None,
+            nodes=self._nodes or None,
         )
         status.count_commit(rows, rows * self._nodes)
 

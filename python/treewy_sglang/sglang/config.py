@@ -49,6 +49,8 @@ def refusal_of_settings(args: Any) -> Optional[str]:
     if algorithm not in ALGORITHMS:
         return f"it does not verify drafts of {algorithm} yet: use --speculative-algorithm EAGLE, NEXTN or NGRAM."
     nodes = args.max_speculative_num_draft_tokens
+    if nodes is not None and nodes < 1:
+        return f"a draft of {nodes} nodes holds not even its root: give --speculative-num-draft-tokens 1 to {MAX_NODES}."
     if nodes is not None and nodes > MAX_NODES:
         return f"a draft of {nodes} nodes is above its {MAX_NODES}: lower --speculative-num-draft-tokens."
     if args.disaggregation_mode != "null":
@@ -70,6 +72,8 @@ def refusal_of_settings(args: Any) -> Optional[str]:
     if device not in ("cuda", "cpu") or (device == "cuda" and torch.version.hip is not None):
         name = "hip" if device == "cuda" else device
         return f"it has no operators for {name}: use --device cuda on an NVIDIA GPU, or --device cpu."
+    if device == "cpu" and args.tp_size > 1:
+        return f"its CPU operators serve one process and not --tp-size {args.tp_size}: drop it."
     if device == "cpu" and args.enable_torch_compile:
         return "the compiled CPU graphs have no buffers for draft trees: drop --enable-torch-compile."
     if device == "cpu" and args.speculative_adaptive:
@@ -166,6 +170,16 @@ def require_stamp() -> None:
     patching.verify_installed(Path(sglang.__file__).resolve().parent)
 
 
+def keep_grammars_off_cpu(server_args: Any) -> None:
+    """SGLang's xgrammar backend pins its masks, which ends a server without a CUDA driver at the first grammar request.
+
+    Without a backend such a request is answered with an error, and the server goes on.
+    """
+    if str(server_args.device).startswith("cpu") and server_args.grammar_backend == "xgrammar":
+        server_args.grammar_backend = "none"
+        logger.warning("Grammar-constrained output needs CUDA with xgrammar: --device cpu serves with --grammar-backend none.")
+
+
 def validate(server_args: Any, view: Any = None) -> None:
     """Raise TreeWYRefused unless TreeWY can serve these arguments and this model. `view`: resolved arguments."""
     view = server_args if view is None else view
@@ -174,6 +188,7 @@ def validate(server_args: Any, view: Any = None) -> None:
     model_config = server_args.get_model_config()
     require(refusal_of_shape(gdn_shape(model_config), model_config.dtype, attn_tp_size(view)))
     require(keep_conv_state_in_model_dtype(model_config.dtype))
+    keep_grammars_off_cpu(server_args)
     if view.linear_attn_verify_backend is not None:
         logger.warning(
             "--linear-attn-verify-backend %s has no effect with --enable-treewy.", view.linear_attn_verify_backend
