@@ -4,7 +4,13 @@
 --require-gpu       a test that would be skipped because no GPU is there fails instead
 """
 
+import os
+
 import pytest
+
+# Idle OpenMP threads sleep instead of spinning: the tests make thousands of small calls, and on a machine that does
+# something else as well, spinning threads take the time away from those that work. Read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser):
