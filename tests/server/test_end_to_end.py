@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from server_harness import ask_all, check_log, difference, margins, wait_idle
 
-from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64
+from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64, ServerFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
@@ -182,6 +182,12 @@ def test_prefix_cache_answers_the_same(answered, server, prompts, reference, loa
     again = ask_all(server, prompts[:8], load)
     assert sum(a.meta["cached_tokens"] for a in again) > 0
     assert not [r for a, e in zip(again, reference) if (r := difference(a.tokens, e))]
+
+
+def test_a_grammar_is_answered_with_an_error_and_the_server_goes_on(answered, server, prompts, reference, load):
+    with pytest.raises(ServerFailed, match="Grammar-based generation"):
+        server.request("/generate", {"input_ids": prompts[0], "sampling_params": {"regex": "[0-9]{3}", "max_new_tokens": 4}})
+    assert not difference(answer(server.generate(prompts[0], load.new_tokens)).tokens, reference[0])
 
 
 def test_no_slot_is_lost(answered, server):
