@@ -21,8 +21,7 @@ struct Stream {
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
   static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 ? 3 : 2;
-  // State tiles on their way a consumer: with 12 consumers one each covers the memory latency.
-  static constexpr int kStages = NT <= 4 && kConsumers == 8 ? 2 : 1;
+  static constexpr int kStages = NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
   static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
