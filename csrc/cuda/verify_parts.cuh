@@ -178,6 +178,26 @@ struct StateFragments {
     constexpr int kPairs = kSteps / 2, kChains = Tile::NT <= 2 || kPairs == 2 ? kPairs : kPairs / 2;
     float part[kChains][4];
     const int odd = (lane >> 2) & 1;
+    if constexpr (Tile::NT == 8) {
+      // No registers for a whole row here: it is read once for the low parts and once for the high ones.
+#pragma unroll
+      for (int pass = Tile::kHalfState ? 1 : 0; pass < 2; ++pass) {
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < kPairs; ++s) {
+          const uint4 w = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
+          float (&to)[4] = part[s % kChains];
+          const uint32_t (&a0)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : 2 * s] : hi[2 * s];
+          const uint32_t (&a1)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : 2 * s + 1] : hi[2 * s + 1];
+          if (pass == (Tile::kHalfState ? 1 : 0) && s < kChains) {
+            mma_first(to, a0, w.x, w.y);
+          } else {
+            mma(to, a0, w.x, w.y);
+          }
+          mma(to, a1, w.z, w.w);
+        }
+      }
+    } else {
     uint4 w[kPairs];
 #pragma unroll
     for (int s = 0; s < kPairs; ++s) w[s] = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
@@ -200,6 +220,7 @@ struct StateFragments {
           mma(to, hi[step], b0, b1);
         }
       }
+    }
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -228,26 +249,30 @@ struct Prep {
   int* jump;          // [Tpad] scratch
   int* skip;          // nonzero: the row is skipped
 
+  // Nodes that the layout has room for. Fixed where that is cheap: every address is then the base and a constant.
+  static constexpr bool kFixed = Tile::NT <= 8;
   __host__ __device__ static int nodes(int T) { return (T + Tile::kBlockNodes - 1) / Tile::kBlockNodes * Tile::kBlockNodes; }
+  __host__ __device__ static int span_of(int T) { return kFixed ? 8 * Tile::NT : nodes(T); }
+  __device__ __forceinline__ int span() const { return kFixed ? 8 * Tile::NT : Tpad; }
   __host__ __device__ static int bytes(int T) {
-    const int Tpad = nodes(T), blocks = Tpad / Tile::kBlockNodes;
-    return 2 * Tpad * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
-           Tpad * 4 * (8 + Tile::kWords) + 16;
+    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
+    return 2 * span * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
+           span * 4 * (8 + Tile::kWords) + 16;
   }
   __device__ __forceinline__ Prep(unsigned char* base, int T) {
     Tpad = nodes(T);
-    const int blocks = Tpad / Tile::kBlockNodes;
+    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
     kq = reinterpret_cast<uint4*>(base);
-    diag = reinterpret_cast<float*>(base + 2 * Tpad * Tile::K * 2);
+    diag = reinterpret_cast<float*>(base + 2 * span * Tile::K * 2);
     hist = reinterpret_cast<uint4*>(diag + blocks * Tile::kDiagFloats);
     gate = reinterpret_cast<float2*>(hist + blocks * (blocks - 1) / 2 * 128);
-    G = gate + Tpad;
-    rk = reinterpret_cast<float*>(G + Tpad);
-    rq = rk + Tpad;
-    parent = reinterpret_cast<int*>(rq + Tpad);
-    bits = reinterpret_cast<uint32_t*>(parent + Tpad);
-    jump = reinterpret_cast<int*>(bits + Tpad * Tile::kWords);
-    skip = jump + Tpad;
+    G = gate + span;
+    rk = reinterpret_cast<float*>(G + span);
+    rq = rk + span;
+    parent = reinterpret_cast<int*>(rq + span);
+    bits = reinterpret_cast<uint32_t*>(parent + span);
+    jump = reinterpret_cast<int*>(bits + span * Tile::kWords);
+    skip = jump + span;
   }
 };
 
@@ -451,7 +476,7 @@ __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, b
     if (i == 0) p.stash.k_rnorm[n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head + t] = r;
   }
   // Columns 8i..8i+7 are two groups of four: group c goes to step pair c/8, lane c%4, first or second step (c%8)/4.
-  uint2* row = reinterpret_cast<uint2*>(s.kq + (kind * s.Tpad + t) * (K / 8));
+  uint2* row = reinterpret_cast<uint2*>(s.kq + (kind * s.span() + t) * (K / 8));
   const int pair = (i / 4) ^ (t & 1), to = pair * 8 + ((2 * i) & 3) * 2 + ((i & 3) >> 1);
   row[to] = make_uint2(f16x2(x[0] * scale, x[1] * scale), f16x2(x[2] * scale, x[3] * scale));
   row[to + 2] = make_uint2(f16x2(x[4] * scale, x[5] * scale), f16x2(x[6] * scale, x[7] * scale));
@@ -461,7 +486,7 @@ __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, b
 template <class Tile>
 __device__ __forceinline__ void stage_zero_row(const Prep<Tile>& s, int kind, int t, int i) {
   if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = 0.f;
-  s.kq[(kind * s.Tpad + t) * (Tile::K / 8) + i] = make_uint4(0u, 0u, 0u, 0u);
+  s.kq[(kind * s.span() + t) * (Tile::K / 8) + i] = make_uint4(0u, 0u, 0u, 0u);
 }
 
 // Convolution and SiLU of eight channels; in[0] is the node itself, in[3] its oldest tap.
@@ -578,7 +603,7 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
       float ck[4], cq[4], ck1[4], cq1[4];
       const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + q4;
       const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + q4;
-      const uint4* aq = ak + s.Tpad * (K / 8);
+      const uint4* aq = ak + s.span() * (K / 8);
 #pragma unroll
       for (int st = 0; st < K / 32; ++st) {
         const int o = (st ^ odd) * 4;
@@ -805,7 +830,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       for (int i = 0; i < kBlockTiles; ++i) {
         const uint4* rowk = s.kq + (b * kBlockNodes + i * 8 + g) * (K / 8);
         state.multiply(xk[i], rowk, lane, chunk);
-        state.multiply(xq[i], rowk + s.Tpad * (K / 8), lane, chunk);
+        state.multiply(xq[i], rowk + s.span() * (K / 8), lane, chunk);
       }
     }
 #pragma unroll
@@ -816,6 +841,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float2 x;
+        if constexpr (Tile::kConv && Tile::NT >= 4) __syncwarp();  // one column at a time: registers
         if constexpr (Tile::kConv) {
           const int t = t0 + e;
           x = make_float2(0.f, 0.f);

@@ -11,8 +11,8 @@ namespace cuda {
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT;
-  // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168, which is what
-  // the convolution of v and the history of u of longer drafts need.
+  // Warps; a consumer takes 16 channels at a time, units go round, so that any number of consumers will do. 16 warps leave
+  // 128 registers a thread, 12 warps 168, which is what the convolution of v and the history of u of longer drafts need.
   static constexpr int kConsumers = 8;
   static constexpr int kProducers = NT <= 2 && !Tile::kConv ? 8 : 4;
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
@@ -21,9 +21,8 @@ struct Stream {
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
   static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 ? 3 : 2;
-  // State tiles on their way a consumer: with 12 consumers one each covers the memory latency.
-  static constexpr int kStages = NT <= 4 && kConsumers == 8 ? 2 : 1;
-  static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
+  static constexpr int kStages = NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
+  static constexpr int kBarrierBytes = 128 + kConsumers * 32;  // 2 kBuffers mbarriers; a parking place a consumer
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
   // Raw k and q rows of a group's item, with three older columns of a convolution behind; raw v columns of a consumer.
@@ -94,6 +93,18 @@ struct Unit {
   Cursor c;
   int k, slab;  // k: which of the block's items
   __device__ __forceinline__ Unit(const StreamLaunch& q, int HV, int warp) : c(q, HV, blockIdx.x), k(0), slab(warp) { settle(q, HV); }
+  // Into shared memory for the length of a solve, which needs the registers; the volatile accesses are what makes the
+  // compiler believe it. The words are the warp's own.
+  __device__ __forceinline__ void park(volatile int* at) const {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      at[0] = c.item, at[1] = c.n, at[2] = c.hv, at[3] = c.split, at[4] = k, at[5] = slab;
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark(const volatile int* at) {
+    c.item = at[0], c.n = at[1], c.hv = at[2], c.split = at[3], k = at[4], slab = at[5];
+  }
   __device__ __forceinline__ void advance(const StreamLaunch& q, int HV) {
     slab += kConsumers;
     settle(q, HV);
@@ -224,15 +235,20 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
                                        slot * p.state_stride_slot + u.c.hv * p.state_stride_head + (u.c.split * q.slabs + u.slab) * 16 * K, lane);
       asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    U here(q, p.HV, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
-    int slots[S::kStages];                // of this unit and of those on their way
+    U here(q, p.HV, warp);
+    volatile int* parked = reinterpret_cast<int*>(shared + 128) + warp * 8;
+    int slots[S::kStages];  // of this unit and of those whose state is on its way
+    RawSlot raw_slot;       // of the unit after those
+    {
+      U ahead = here;
 #pragma unroll
-    for (int i = 0; i < S::kStages; ++i) {
-      slots[i] = checked_slot(p, raw_slot_of(p, q, ahead.c));
-      prefetch(ahead, slots[i], i);
-      ahead.advance(q, p.HV);
+      for (int i = 0; i < S::kStages; ++i) {
+        slots[i] = checked_slot(p, raw_slot_of(p, q, ahead.c));
+        prefetch(ahead, slots[i], i);
+        ahead.advance(q, p.HV);
+      }
+      raw_slot = raw_slot_of(p, q, ahead.c);
     }
-    RawSlot raw_slot = raw_slot_of(p, q, ahead.c);
     // v of the first block of nodes, one unit ahead of its use, where registers allow (with two stages `ahead` is too far for that).
     constexpr bool kEarlyV = !Tile::kConv && S::kStages == 1 && Tile::NT == 1;
     uint32_t v_next[2 * Tile::kBlockTiles] = {};
@@ -242,10 +258,11 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
     if constexpr (kEarlyV) load_v(here);
 
     for (int turn = 0; here.c.item < q.items; ++turn) {
-      const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
+      here.park(parked);
+      const int stage = turn % S::kStages;
       const int row0 = (here.c.split * q.slabs + here.slab) * 16;
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
-      const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
+      const Prep<Tile> s(preps + here.k % S::kBuffers * prep_bytes, p.T);
       if constexpr (!Tile::kConv && !kEarlyV) load_v(here);
       uint32_t v[2 * Tile::kBlockTiles];
 #pragma unroll
@@ -255,11 +272,16 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
         slots[S::kStages - 1] = next_slot;
+        U ahead = here;
+        ahead.unpark(parked);
+        const int k = ahead.k;
+#pragma unroll
+        for (int i = 0; i < S::kStages; ++i) ahead.advance(q, p.HV);
         prefetch(ahead, next_slot, stage);
         if constexpr (kEarlyV) load_v(ahead);
         ahead.advance(q, p.HV);
         raw_slot = raw_slot_of(p, q, ahead.c);
-        mbarrier_wait(full + buffer, use & 1);
+        mbarrier_wait(full + k % S::kBuffers, k / S::kBuffers & 1);
         return *s.skip == 0;
       };
       asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
@@ -272,8 +294,9 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       } else {
         ready();
       }
-      if (!sound) write_zeros(p, here.c.n, here.c.hv, row0, 16, lane, 32);
-      mbarrier_arrive(empty + buffer);
+      here.unpark(parked);
+      if (!sound) write_zeros(p, here.c.n, here.c.hv, (here.c.split * q.slabs + here.slab) * 16, 16, lane, 32);
+      mbarrier_arrive(empty + here.k % S::kBuffers);
       here.advance(q, p.HV);
     }
   } else {
