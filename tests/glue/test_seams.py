@@ -124,7 +124,7 @@ def test_patched_server_takes_the_flag_or_says_why_not(patched, model):
     assert without["flag"] is False
     assert "--speculative-algorithm NEXTN" in plain["refused"]
     assert "129" in long["refused"]
-    assert "2 key heads do not split over 4 ranks" in tp["refused"]
+    assert "not --tp-size 4" in tp["refused"]
 
 
 def test_unpatched_server_does_not_know_the_flag(unpatched, model):
