@@ -90,8 +90,9 @@ def commit(
     if nodes is not None:
         if not 1 <= nodes <= u.shape[3]:
             raise RuntimeError(f"treewy::commit: argument 'nodes': is {nodes}; allowed: 1 to {u.shape[3]}, the capacity of the stash")  # fmt: skip
-        u, k, k_rnorm, g = u[:, :, :, :nodes], k[:, :, :, :nodes], k_rnorm[:, :, :, :nodes], g[:, :, :, :nodes]
-        conv = conv[:, :, :nodes] if conv is not None else None
+        if nodes < u.shape[3]:  # views cost host time on every step of a server
+            u, k, k_rnorm, g = u[:, :, :, :nodes], k[:, :, :, :nodes], k_rnorm[:, :, :, :nodes], g[:, :, :, :nodes]
+            conv = conv[:, :, :nodes] if conv is not None else None
     _ops.commit(
         u, k, k_rnorm, g, conv if conv_state is not None else None, parents, accepted,
         state_indices, track_indices, track_nodes, state, conv_state, counter(state.device),

@@ -28,6 +28,8 @@ def settings(**changes):
         device="cpu",
         enable_torch_compile=False,
         speculative_adaptive=False,
+        speculative_num_steps=5,
+        speculative_eagle_topk=8,
         mamba_ssm_dtype=None,
         tp_size=1,
     )
@@ -62,6 +64,11 @@ def test_settings_that_are_served(algorithm, device, nodes, dtype):
         (dict(max_speculative_num_draft_tokens=129), ("129", "128", "--speculative-num-draft-tokens")),
         (dict(max_speculative_num_draft_tokens=0), ("0 nodes", "1 to 128")),
         (dict(max_speculative_num_draft_tokens=-3), ("-3 nodes", "1 to 128")),
+        (dict(speculative_num_steps=0), ("0 draft steps", "--speculative-num-steps 1")),
+        (dict(speculative_num_steps=None), ("--speculative-num-steps 1",)),
+        (dict(speculative_eagle_topk=0), ("--speculative-eagle-topk is 0", "1 for a chain")),
+        (dict(speculative_eagle_topk=2, speculative_num_steps=3, max_speculative_num_draft_tokens=12), ("propose 10", "12 nodes", "to 11")),
+        (dict(speculative_eagle_topk=1, speculative_num_steps=3, max_speculative_num_draft_tokens=5), ("propose 3", "to 4")),
         (dict(tp_size=2), ("--tp-size 2", "drop")),
         (dict(disaggregation_mode="prefill"), ("--disaggregation-mode prefill", "one server")),
         (dict(disaggregation_mode="decode"), ("--disaggregation-mode decode", "one server")),
@@ -82,6 +89,17 @@ def test_settings_that_are_refused(changes, words):
     for word in words:
         assert word in reason, reason
     assert reason.endswith(".") and reason.count(". ") == 0, f"one sentence: {reason}"
+
+
+@pytest.mark.parametrize("topk, steps, nodes", [(1, 3, 4), (2, 3, 11), (8, 1, 9), (4, 3, 16)])
+def test_drafts_as_wide_as_their_candidates_are_served(topk, steps, nodes):
+    given = dict(speculative_eagle_topk=topk, speculative_num_steps=steps, max_speculative_num_draft_tokens=nodes)
+    assert refusal_of_settings(settings(**given)) is None
+
+
+def test_ngram_needs_no_steps():
+    args = settings(speculative_algorithm="NGRAM", speculative_num_steps=None, speculative_eagle_topk=None)
+    assert refusal_of_settings(args) is None
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,19 @@ def refusal_of_settings(args: Any) -> Optional[str]:
         return f"a draft of {nodes} nodes holds not even its root: give --speculative-num-draft-tokens 1 to {MAX_NODES}."
     if nodes is not None and nodes > MAX_NODES:
         return f"a draft of {nodes} nodes is above its {MAX_NODES}: lower --speculative-num-draft-tokens."
+    if algorithm == "EAGLE" and not args.speculative_adaptive:
+        steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
+        if steps is None or steps < 1:
+            return f"{steps} draft steps draft nothing: give --speculative-num-steps 1 or more."
+        if topk is None or topk < 1:
+            return f"--speculative-eagle-topk is {topk}: give 1 for a chain, more for a tree."
+        # The first step proposes topk tokens, every further one topk for each of the topk best so far.
+        proposed = topk + (steps - 1) * topk**2
+        if nodes is not None and nodes - 1 > proposed:
+            return (
+                f"{steps} steps with topk {topk} propose {proposed} tokens, too few for a draft of {nodes} nodes: lower "
+                f"--speculative-num-draft-tokens to {proposed + 1} or raise --speculative-num-steps."
+            )
     if args.disaggregation_mode != "null":
         return (
             f"--disaggregation-mode {args.disaggregation_mode} builds pools of its own: serve prefill and decode from "
