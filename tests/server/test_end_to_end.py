@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from server_harness import ask_all, check_log, difference, margins, wait_idle
 
-from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64, ServerFailed
+from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, ServerFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
 
 
 def test_prompts_are_of_mixed_length_and_share_prefixes(prompts, load):
@@ -118,13 +117,6 @@ class Aborts:
             thread.join(300)
         assert not self.failures, self.failures
         assert self.hung_up and self.aborted, (self.hung_up, self.aborted)
-
-
-@pytest.fixture(scope="session", params=list(MODES))
-def server(request, start, patched, reference):
-    """A server with drafts verified by TreeWY; the reference has been taken before it starts."""
-    with start(MODES[request.param], patched, request.param) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")
