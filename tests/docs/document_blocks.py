@@ -1,9 +1,9 @@
 """Fenced blocks of README.md and docs/, and how each is run.
 
-A block in sh or python has a comment right above it:
+A block in sh or python runs in a copy of the tree's top level, with the Python of this test, unless a comment right above it
+says something else:
 
-    <!-- run: scratch -->    in a copy of the tree's top level, with the Python of this test
-    <!-- run: sglang -->     there too; `treewy patch` finds an unpatched SGLang made of the files that patches touch
+    <!-- run: sglang -->     there too, but `treewy patch` finds an unpatched SGLang made of the files that patches touch
     <!-- run: checkout -->   beside a small git repository that stands for SGLang (test_newer_sglang.py)
     <!-- run: server -->     with a server at 127.0.0.1:30000, whose port is exchanged (tests/server/test_examples.py)
     <!-- not run (KIND): reason -->   KIND is one of NOT_RUN
@@ -42,6 +42,8 @@ class Block:
 
     @property
     def place(self) -> str | None:
+        if self.comment is None and self.language in ("sh", "python") and self.document.name != "README.md":
+            return "scratch"
         found = re.fullmatch(r"run: (\w+)", self.comment or "")
         return found[1] if found else None
 

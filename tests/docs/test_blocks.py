@@ -25,7 +25,7 @@ def test_every_block_has_a_language_and_a_way_to_run():
         elif block.language == "text":
             assert block.comment is None, f"{block.name}: what a program prints is not run"
         else:
-            assert block.place in PLACES or block.not_run, f"{block.name}: no comment above it says how it is run"
+            assert block.place in PLACES or block.not_run, f"{block.name}: {block.comment!r} is no way to run it"
 
 
 def test_fences_are_balanced():
@@ -106,14 +106,14 @@ def test_launch_commands_know_their_flags():
 def test_the_comparison_of_blocks_fails_where_it_should(tmp_path):
     """The runner reports a failing block, and stops there."""
     document = tmp_path / "page.md"
-    document.write_text("<!-- run: scratch -->\n```sh\necho one\n```\n\n<!-- run: scratch -->\n```python\nraise SystemExit(3)\n```\n\n"
+    document.write_text("<!-- run: scratch -->\n```sh\necho one\n```\n\n```python\nraise SystemExit(3)\n```\n\n"
                         "<!-- not run (gpu): it needs one, really -->\n```sh\nfalse\n```\n")  # fmt: skip
     import document_blocks
 
-    found = [document_blocks.Block(ROOT / "README.md", b.line, b.language, b.text, b.comment) for b in document_blocks.blocks_of(document)]
+    found = [document_blocks.Block(ROOT / "page.md", b.line, b.language, b.text, b.comment) for b in document_blocks.blocks_of(document)]
     assert [(b.language, b.place, b.not_run and b.not_run[0]) for b in found] == [
         ("sh", "scratch", None), ("python", "scratch", None), ("sh", None, "gpu")]  # fmt: skip
     where = make_scratch(tmp_path / "tree")
     assert run(found[:1], where, environment(where)) == "one\n"
-    with pytest.raises(AssertionError, match="(?s)exit code 3.*README.md:8"):
+    with pytest.raises(AssertionError, match="(?s)exit code 3.*page.md:7"):
         run(found[:2], where, environment(where))

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from server_harness import Answer, answer, ask_all, check_log, margins, wait_idle
 
-from treewy_sglang.demo.server import CHAIN3, NGRAM16, TREE16, TREE64
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -169,11 +167,10 @@ def unpatched_answers(start, unpatched, candidates) -> list[Answer]:
     return answers
 
 
-MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
-
-
-@pytest.fixture(scope="session", params=list(MODES))
+@pytest.fixture(scope="session", params=["chain3", "tree16", "tree64", "ngram16"])
 def server(request, start, patched, reference):
     """A server with drafts verified by TreeWY; the reference has been taken before it starts."""
-    with start(MODES[request.param], patched, request.param) as running:
+    from treewy_sglang.demo import server as modes
+
+    with start(getattr(modes, request.param.upper()), patched, request.param) as running:
         yield running
