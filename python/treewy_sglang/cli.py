@@ -11,6 +11,7 @@ from typing import Optional, Sequence
 # the exit code.
 COMMANDS = (
     "treewy_sglang.patching.command",
+    "treewy_sglang.doctor",
     "treewy_sglang.demo.command",
 )
 
