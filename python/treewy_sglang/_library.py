@@ -44,7 +44,7 @@ def _load():
     except OSError as e:
         raise ImportError(
             f"treewy_sglang was built against torch {built} and does not load under torch {torch.__version__}. "
-            f"Rebuild it with: {_REBUILD}. `treewy doctor` says more. The loader says: {e}"
+            f"Rebuild it with: {_REBUILD}. `treewy doctor` says more. The loader says: {e.__cause__ or e}"
         ) from e
 
 
