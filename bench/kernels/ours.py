@@ -41,39 +41,19 @@ class TreeWY:
     def verify(self, s: int, layer: int) -> torch.Tensor:
         p, pool, shape = self.p, self.p.pool, self.p.pool.shape
         mixed, a, b = p.inputs(s, layer)
+        rest = (
+            a, b, pool.gates.A_log, pool.gates.dt_bias, p.state[layer], p.slots[s], self.parents, self.out,
+            self.layers[s][layer], shape.K**-0.5,
+        )  # fmt: skip
         if self.fused:
-            self.ops.tree_conv_verify(
-                mixed,
-                pool.conv_weight,
-                None,
-                p.conv_state[layer],
-                a,
-                b,
-                pool.gates.A_log,
-                pool.gates.dt_bias,
-                p.state[layer],
-                p.slots[s],
-                self.parents,
-                self.out,
-                self.layers[s][layer],
-                shape.K**-0.5,
-            )
+            self.ops.tree_conv_verify(mixed, pool.conv_weight, None, p.conv_state[layer], *rest)
         else:
             q, k, v = torch.split(mixed, [shape.H * shape.K, shape.H * shape.K, shape.HV * shape.V], dim=-1)
             self.ops.tree_verify(
                 q.unflatten(-1, (shape.H, shape.K)),
                 k.unflatten(-1, (shape.H, shape.K)),
                 v.unflatten(-1, (shape.HV, shape.V)),
-                a,
-                b,
-                pool.gates.A_log,
-                pool.gates.dt_bias,
-                p.state[layer],
-                p.slots[s],
-                self.parents,
-                self.out,
-                self.layers[s][layer],
-                shape.K**-0.5,
+                *rest,
             )
         return self.out
 

@@ -173,9 +173,10 @@ def test_streaming(answered, server, prompts, reference, load):
 
 def test_prefix_cache_answers_the_same(answered, server, prompts, reference, load):
     """Asked again, the prompts come from the prefix cache, state included, and the answers stay."""
-    again = ask_all(server, prompts[:8], load)
+    # The last ones: at full size the states of the first have made room for others by now.
+    again = ask_all(server, prompts[-8:], load)
     assert sum(a.meta["cached_tokens"] for a in again) > 0
-    assert not [r for a, e in zip(again, reference) if (r := difference(a.tokens, e))]
+    assert not [r for a, e in zip(again, reference[-8:]) if (r := difference(a.tokens, e))]
 
 
 def test_a_grammar_is_answered_with_an_error_and_the_server_goes_on(answered, server, prompts, reference, load):
