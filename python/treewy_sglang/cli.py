@@ -8,7 +8,7 @@ from typing import Optional, Sequence
 
 # Modules with `register(subparsers)`, which adds a parser whose default `run` takes the parsed options and returns
 # the exit code.
-COMMANDS = ("treewy_sglang.patching.command",)
+COMMANDS = ("treewy_sglang.patching.command", "treewy_sglang.planner.command")
 
 
 def build_parser() -> argparse.ArgumentParser:
