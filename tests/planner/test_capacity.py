@@ -54,7 +54,7 @@ def test_stash_of_a_node_is_what_the_documentation_says():
     model = load("35B")
     h, hv, k, v, d, a = 16, 32, 128, 128, 8192, 2
     node = hv * v * 4 + h * k * a + d * a + (h + hv) * 4
-    assert plan(model, Draft.make(nodes=7), Server()).fits["treewy"].total == 30 * 7 * node
+    assert plan(model, Draft.make(nodes=7), Server(tp=1)).fits["treewy"].total == 30 * 7 * node
     assert node / 1024 == pytest.approx(36, abs=0.2)
 
 

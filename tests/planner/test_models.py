@@ -30,8 +30,9 @@ def test_active_parameters_are_those_in_the_name(model):
     active = int(size(model.name).rpartition("-A")[2][:-1])
     picked = {256: 8, 512: 10}[model.experts]
     idle = model.layers * (model.experts - picked) * 3 * model.hidden * model.expert_width
-    without_embedding = model.parameters - idle - model.embeddings // 2
-    assert without_embedding / 1e9 == pytest.approx(active, rel=0.15)
+    # Whether a name counts embedding and head differs by series.
+    assert (model.parameters - idle - model.embeddings) / 1e9 < active * 1.1
+    assert (model.parameters - idle) / 1e9 > active * 0.9
 
 
 def test_names_are_found_whatever_their_case():
