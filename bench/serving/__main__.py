@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--python", default=sys.executable, help="the Python that has SGLang (default: this one)")
     p.add_argument("--start-timeout", type=float, metavar="SECONDS")
     p.add_argument("--client-timeout", type=float, metavar="SECONDS")
-    p.add_argument("--quick", action="store_true", default=None, help="for small checkpoints on CPU: one thread, no other model files")
+    p.add_argument("--quick", action="store_true", default=None, help="for Qwen3-Next: import no other model files; on CPU one thread")
     p.add_argument("--preset", choices=list(presets.PRESETS), help="options for one H200; what is given besides wins")
     p.add_argument("--list-presets", action="store_true")
     p.add_argument("--budget", type=float, metavar="SECONDS", help="start no server and no client run after this long")

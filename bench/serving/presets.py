@@ -5,7 +5,8 @@ from __future__ import annotations
 from .server import OFFLINE
 
 CHAINS = ["snapshot-chain4", "replayssm-chain4", "treewy-chain4"]
-BASE = {"device": "cuda", "dtype": "bfloat16", "accept": "published", "dims": "35B", "server_args": list(OFFLINE), "rounds": 2}
+# quick: other model files are not imported; they are those of Qwen3-Next, so not where the model is another.
+BASE = {"device": "cuda", "dtype": "bfloat16", "accept": "published", "dims": "35B", "server_args": list(OFFLINE), "rounds": 2, "quick": True}
 
 # memory: with Qwen3.5-35B-A3B dimensions `treewy plan` gives snapshots of a chain of 3 drafts 20 running requests at 0.66
 # and 11 at 0.59.
@@ -27,7 +28,7 @@ PRESETS = {
         "concurrency": [1, 2, 4, 8], "repeats": 2,
     },
     "best-dense": {
-        **BASE, "dims": "27B", "modes": ["none", "treewy-chain4", "treewy-tree15", "treewy-tree40"],
+        **BASE, "dims": "27B", "quick": False, "modes": ["none", "treewy-chain4", "treewy-tree15", "treewy-tree40"],
         "memory": ["ample=0.85"], "concurrency": [1, 2, 4, 8], "repeats": 2,
     },
     # The plumbing, on any machine: the demo's checkpoint, nothing to publish.

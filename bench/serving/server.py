@@ -55,6 +55,9 @@ class BenchServer(Server):
             command += ["--mem-fraction-static", str(self.setting.mem_fraction)]
         if self.setting.slots is not None:
             command += ["--max-mamba-cache-size", str(self.setting.slots)]
+        if self.device == "cuda" and "--cuda-graph-max-bs-decode" not in self.arguments:
+            # Every batch that the clients can make is captured, and none beyond: capturing takes most of a start.
+            command += ["--cuda-graph-max-bs-decode", str(self.running)]
         return [*command, *self.bench_mode.arguments, *self.arguments]
 
     def child_environment(self) -> dict[str, str]:

@@ -261,6 +261,7 @@ def test_presets_are_complete(name):
     assert plan and all(len({c.server for c in group}) == 1 for group in plan.values())
     if args.device == "cuda":
         assert set(server.OFFLINE) <= set(args.server_args) and args.dims
+        assert not (args.quick and args.dims == "27B")  # which is a Qwen3.5
     given = bench.fill(bench.parser().parse_args(["--preset", name, "--concurrency", "3", "--modes", "none"]))
     assert given.concurrency == [3] and given.modes == ["none"]
 
@@ -304,6 +305,20 @@ def test_the_tokenizer_gives_random_prompts_the_whole_vocabulary(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(write_dummy(tmp_path / "m", "35B"))
     assert tokenizer.vocab_size == 248320 - 3
     assert tokenizer.decode([72, 105]) == "Hi" and tokenizer.decode([200000])
+
+
+def test_a_server_on_a_gpu(tmp_path):
+    made = server.make(
+        modes.parse("replayssm-chain4"), server.Setting("tight", 0.6), tmp_path, tmp_path / "log", device="cuda", dtype="bfloat16",
+        requests=32, accept=3.2, dummy=True, context_length=4096, arguments=server.OFFLINE, timeout=1.0, python="python3",
+    )  # fmt: skip
+    text = " ".join(made.command())
+    for words in ("--load-format dummy", "--cuda-graph-max-bs-decode 32", "--dtype bfloat16", "--mem-fraction-static 0.6",
+                  "--context-length 4096", "--enable-linear-replayssm-spec", "--disable-prefill-cuda-graph"):  # fmt: skip
+        assert words in text
+    env = made.child_environment()
+    assert env["SGLANG_SIMULATE_ACC_LEN"] == "3.2" and env["SGLANG_SIMULATE_ACC_METHOD"] == "match-expected"
+    assert env["HF_HUB_OFFLINE"] == "1"
 
 
 def test_logs_are_read():
