@@ -159,6 +159,18 @@ def test_treewy_is_what_ran(answered, server):
     assert not any(facts["errors"].values()), facts["errors"]
 
 
+def test_treewy_plan_says_what_the_server_says(answered, server, checkpoint):
+    from treewy_sglang.planner import Draft, Server, load, plan
+
+    nodes, topk = server.mode.nodes, 1 if server.mode is CHAIN3 else 2  # any tree takes the same memory
+    fits = plan(load(str(checkpoint)), Draft.make(nodes=nodes, topk=topk), Server(device="cpu", gpu_memory=2.0)).fits
+    facts = server.state()["treewy"]
+    assert fits["treewy"].total == pytest.approx(facts["stash_bytes_per_request"], rel=0.01)
+    assert fits["snapshot"].total == pytest.approx(facts["snapshot_bytes_per_request"], rel=0.01)
+    said = f"snapshot={fits['snapshot'].total} stash={fits['treewy'].total} bytes (T={nodes}, "
+    assert said in server.log_text()
+
+
 def test_streaming(answered, server, prompts, reference, load):
     """Tokens come piece by piece, and together they are the answer."""
     pieces, arrivals = [], []
