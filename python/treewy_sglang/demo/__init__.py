@@ -3,5 +3,5 @@
 * :mod:`.checkpoint`  makes a small seeded Qwen3-Next
 * :mod:`.server`      starts, watches, asks and stops one SGLang server
 * :mod:`.prompts`     what is asked
-* :mod:`.command`     `python -m treewy_sglang.demo run` and `serve`
+* :mod:`.command`     `treewy demo` and `treewy serve`, also as `python -m treewy_sglang.demo run` and `serve`
 """

@@ -1,16 +1,20 @@
-"""`make demo` and `make serve`."""
+"""`treewy demo` and `treewy serve`; `make demo` and `make serve` in a checkout."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import json
+import os
+import shlex
+import shutil
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from treewy_sglang.cli import split_arguments
 from treewy_sglang.demo.prompts import SHOWN
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, Mode, Server, ServerFailed
 
@@ -202,7 +206,22 @@ def start(args: argparse.Namespace, model: Path, device: str, mode: Mode, **more
     )  # fmt: skip
 
 
+def stop_on_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server, a session of its own, is stopped too
+
+
+def default_modes() -> list[str]:
+    """All, but for the NGRAM corpus where there is nothing to compile it with: SGLang compiles it at start."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(shlex.split(compiler)[0]):
+        return list(MODES)
+    say(f"no C++ compiler ({compiler}) was found: NGRAM drafts, which SGLang compiles a part of at start, are left out")
+    return [name for name in MODES if name != "ngram"]
+
+
 def run(args: argparse.Namespace) -> int:
+    stop_on_sigterm()
+    args.modes = args.modes or default_modes()
     model, device = prepare(args)
     results = []
     for number, name in enumerate(args.modes, 1):
@@ -238,6 +257,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
+    stop_on_sigterm()
     model, device = prepare(args)
     mode = MODES[args.mode]
     say(f"server: {mode.name}, port {args.port}")
@@ -266,30 +286,52 @@ Ctrl-C stops it.""", flush=True)  # fmt: skip
         server.stop()
 
 
-def main(argv: list[str] | None = None) -> int:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--work", default=".demo", help="directory of checkpoint and logs (default: .demo)")
-    common.add_argument("--model", help="another Qwen3-Next checkpoint than the small seeded one")
-    common.add_argument("--seed", type=int, default=0, help="of the small checkpoint")
-    common.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    common.add_argument("--dtype", choices=list(NEAR_TIE),
+def options_of_run(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES),
+                        help="the first one is the reference; default: all that this machine can run")
+    parser.add_argument("--json", help="also write the results there")
+    parser.set_defaults(run=run)
+
+
+def options_of_serve(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--mode", choices=list(MODES), default="tree")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.set_defaults(run=serve)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "what follows -- goes to the server as it is"
+    parser.add_argument("--work", default=".demo", help="directory of checkpoint and logs (default: .demo)")
+    parser.add_argument("--model", help="another Qwen3-Next checkpoint than the small seeded one")
+    parser.add_argument("--seed", type=int, default=0, help="of the small checkpoint")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=list(NEAR_TIE),
                         help="default: float32 on cpu, where greedy answers are then compared byte for byte; bfloat16 on cuda")  # fmt: skip
-    parser = argparse.ArgumentParser(prog="python -m treewy_sglang.demo", description="TreeWY on a small model.",
-                                     epilog="what follows -- goes to the server as it is")  # fmt: skip
+    parser.set_defaults(server_arguments=[])
+
+
+COMMANDS = {
+    "run": (options_of_run, "answer prompts with and without drafts, and compare"),
+    "serve": (options_of_serve, "leave a server running on the small model"),
+}
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`treewy demo` and `treewy serve`."""
+    for name, (options, help) in COMMANDS.items():
+        options(commands.add_parser("demo" if name == "run" else name, help=help, description=help[0].upper() + help[1:] + "."))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m treewy_sglang.demo", description="TreeWY on a small model.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("run", parents=[common], help="answer prompts with and without drafts, and compare")
-    demo.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
-    demo.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="the first one is the reference")
-    demo.add_argument("--json", help="also write the results there")
-    demo.set_defaults(function=run)
-    server = commands.add_parser("serve", parents=[common], help="leave a server running")
-    server.add_argument("--mode", choices=list(MODES), default="tree")
-    server.add_argument("--host", default="127.0.0.1")
-    server.add_argument("--port", type=int, default=30000)
-    server.set_defaults(function=serve)
-    argv = list(sys.argv[1:] if argv is None else argv)
-    split = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:split])
-    args.server_arguments = argv[split + 1 :]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server, a session of its own, is stopped too
-    return args.function(args)
+    for name, (options, help) in COMMANDS.items():
+        options(commands.add_parser(name, help=help))
+    argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    args.server_arguments = rest
+    return args.run(args)
