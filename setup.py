@@ -55,6 +55,7 @@ def required_torch():
 EXTRAS = {
     "sglang": [pinned_sglang()],
     "test": ["pytest", "hypothesis", "ninja", "pybind11>=2.13", "setuptools>=64", "wheel"],
+    "plot": ["matplotlib"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
 }
 

@@ -12,6 +12,7 @@ from typing import Optional, Sequence
 COMMANDS = (
     "treewy_sglang.patching.command",
     "treewy_sglang.doctor",
+    "treewy_sglang.planner.command",
     "treewy_sglang.demo.command",
 )
 
