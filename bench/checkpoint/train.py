@@ -22,6 +22,8 @@ import json
 import math
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -93,6 +95,16 @@ def distilling_loss(model: Hybrid, tokens: Tensor, steps: int) -> tuple[Tensor, 
     weights = STEP_WEIGHTS[:steps]
     total = sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
     return total, {f"agree_{k}": a for k, a in enumerate(agree, 1)}
+
+
+def commit_of(given: str) -> str:
+    """Commit of this checkout; `given` where there is none."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
+    except OSError:
+        return given or "unknown"
+    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else given or "unknown"
 
 
 def optimizer_of(parameters: list[tuple[str, torch.nn.Parameter]], rate: float) -> torch.optim.AdamW:
@@ -269,6 +281,8 @@ class Trainer:
             "parameters": parameters,
             "preset": args.preset,
             "seed": args.seed,
+            "command": shlex.join(["python", "-m", "bench.checkpoint.train", *args.argv]),
+            "commit": commit_of(args.commit),
             "training": {"seconds": round(seconds), "batch": args.batch, "length": args.length, "rate": args.rate,
                          "distil_steps": self.step, "torch": torch.__version__, "python": platform.python_version(),
                          "device": torch.cuda.get_device_name() if self.cuda else "cpu"},
@@ -301,14 +315,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=4, choices=range(1, len(STEP_WEIGHTS) + 1), help="length of the chains that are trained")
     parser.add_argument("--distil-share", type=float, default=0.3, help="of the time or the steps")
     parser.add_argument("--pool", type=int, default=2048, help="own continuations in use at a time")
-    parser.add_argument("--pool-steps", type=int, default=100, help="steps until they are made anew")
+    parser.add_argument("--pool-steps", type=int, default=200, help="steps until they are made anew")
     parser.add_argument("--tell", type=float, default=10.0, help="seconds between lines")
     parser.add_argument("--keep", type=float, default=60.0, help="seconds between copies of the state")
     parser.add_argument("--stop-at", type=int, default=0, help="end at this step of a phase with the state kept, to go on later")
+    parser.add_argument("--commit", default="", help="written to card.json where git cannot tell it")
     parser.add_argument("--prompts", type=int, default=64, help="of the evaluation at the end")
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--new", type=int, default=192)
     args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     if not 0 < args.distil_share < 1:
         parser.error(f"--distil-share is {args.distil_share}; allowed: between 0 and 1")
     return args

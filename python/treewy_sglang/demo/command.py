@@ -81,7 +81,7 @@ class Result:
         return same, near, len(margins) - same - near
 
 
-def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool = False) -> Answer:
+def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool = False, ignore_eos: bool = True) -> Answer:
     """One streamed answer through the OpenAI-compatible API."""
     stream = client.chat.completions.create(
         model="default",
@@ -90,7 +90,7 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
         max_tokens=new_tokens,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": ignore_eos},
         **(dict(logprobs=True, top_logprobs=2) if margins else {}),
     )
     answer = Answer()
@@ -112,7 +112,9 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
     return answer
 
 
-def ask(server: Server, prompts: list[str], new_tokens: int) -> Result:
+def ask(server: Server, prompts: list[str], new_tokens: int, ignore_eos: bool = True) -> Result:
+    import functools
+
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
@@ -120,12 +122,13 @@ def ask(server: Server, prompts: list[str], new_tokens: int) -> Result:
     say(f"  asking {prompts[0]!r}; the answer as it comes:")
     print("    ", end="")
     margins = server.dtype != "float32"
-    first = chat(client, prompts[0], new_tokens, live=True, margins=margins)
+    one = functools.partial(chat, client, new_tokens=new_tokens, margins=margins, ignore_eos=ignore_eos)
+    first = one(prompts[0], live=True)
     print()
-    say(f"  asking {len(prompts)} prompts at once, {new_tokens} tokens each ...")
+    say(f"  asking {len(prompts)} prompts at once, {'' if ignore_eos else 'up to '}{new_tokens} tokens each ...")
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: chat(client, prompt, new_tokens, margins=margins), prompts))
+        answers = list(pool.map(one, prompts))
     result.seconds = time.monotonic() - started
     result.answers = [*answers, first]
     result.tokens = sum(a.tokens for a in answers)
@@ -172,14 +175,34 @@ def table(results: list[Result], dtype: str) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def describe(model: Path) -> None:
+    """What the trained checkpoint's own card says."""
+    card = json.loads((model / "card.json").read_text())
+    say(f"checkpoint: a trained Qwen3-Next of {card['parameters'] / 1e6:.1f} million parameters, byte level ({model})")
+    say(f"  trained on: {card['text']['source']}; asked: held-out questions about it")
+    measured = card["accepted_length"]
+    for kind, words in (("text", "continuations of held-out files"), ("questions", "answers to held-out questions")):
+        lengths = ", ".join(f"{name} {value['accepted_length']:.2f}" for name, value in measured[kind].items() if isinstance(value, dict))
+        say(f"  accepted length without a server, {words}: {lengths} ({measured['device']})")
+
+
 def prepare(args: argparse.Namespace) -> tuple[Path, str]:
-    from treewy_sglang.demo.checkpoint import make_checkpoint
+    from treewy_sglang.demo.checkpoint import make_checkpoint, trained_checkpoint
 
     started = time.monotonic()
     work = Path(args.work)
+    trained = trained_checkpoint()
+    if args.checkpoint == "trained" and trained is None:
+        raise SystemExit("this copy of the package holds no trained checkpoint; bench/checkpoint/README.md says how it is made")
+    args.prompts, args.ignore_eos = list(SHOWN), True
     if args.model:
         model = Path(args.model)
         say(f"checkpoint: {model}")
+    elif trained is not None and args.checkpoint != "seeded":
+        model = trained
+        describe(model)
+        # It ends its answers by itself.
+        args.prompts, args.ignore_eos = json.loads((model / "held_out.json").read_text())["prompts"], False
     else:
         say("checkpoint: a small seeded Qwen3-Next (random layers, fitted head) ...")
         model = make_checkpoint(work / "checkpoint", seed=args.seed)
@@ -212,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with start(args, model, device, mode) as server:
                 say(f"  answers after {time.monotonic() - started:.0f} s (log: {server.log})")
-                results.append(ask(server, list(SHOWN), args.tokens))
+                results.append(ask(server, args.prompts, args.tokens, args.ignore_eos))
         except ServerFailed as failure:
             say(f"FAILED: {mode.name}: {failure}")
             return 1
@@ -247,12 +270,13 @@ def serve(args: argparse.Namespace) -> int:
     except ServerFailed as failure:
         say(f"FAILED: {failure}")
         return 1
+    question = json.dumps(args.prompts[0]).replace("'", "\\u0027")  # it stands between single quotes
     print(f"""
 The server answers at {server.url} (log: {server.log}). Try, in another terminal:
 
   curl -N {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
     "model": "default", "stream": true, "max_tokens": 128, "temperature": 0,
-    "messages": [{{"role": "user", "content": "What is a draft?"}}]}}'
+    "messages": [{{"role": "user", "content": {question}}}]}}'
 
 Ctrl-C stops it.""", flush=True)  # fmt: skip
     try:
@@ -269,8 +293,10 @@ Ctrl-C stops it.""", flush=True)  # fmt: skip
 def main(argv: list[str] | None = None) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--work", default=".demo", help="directory of checkpoint and logs (default: .demo)")
-    common.add_argument("--model", help="another Qwen3-Next checkpoint than the small seeded one")
-    common.add_argument("--seed", type=int, default=0, help="of the small checkpoint")
+    common.add_argument("--model", help="another Qwen3-Next checkpoint than the small ones")
+    common.add_argument("--checkpoint", choices=["auto", "trained", "seeded"], default="auto",
+                        help="which small one: the trained one where this copy holds it, else one made from a seed")  # fmt: skip
+    common.add_argument("--seed", type=int, default=0, help="of the seeded checkpoint")
     common.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     common.add_argument("--dtype", choices=list(NEAR_TIE),
                         help="default: float32 on cpu, where greedy answers are then compared byte for byte; bfloat16 on cuda")  # fmt: skip
