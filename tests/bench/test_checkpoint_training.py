@@ -305,9 +305,8 @@ def test_second_phase_moves_the_draft_layer_alone(corpus_file, tmp_path):
     assert moved == {n for n in before if n.startswith("mtp.")}
 
 
-@pytest.mark.parametrize("stop", [[11], [9, 5]], ids=["first phase", "both phases"])
-def test_interrupted_run_ends_with_the_same_weights(finished, corpus_file, tmp_path, stop):
-    for step in stop:
+def test_interrupted_run_ends_with_the_same_weights(finished, corpus_file, tmp_path):
+    for step in (9, 5):  # once in each phase
         with pytest.raises(SystemExit, match=f"stopped at step {step}"):
             train.Trainer(arguments(corpus_file, tmp_path, "--stop-at", str(step))).run()
     card = train.Trainer(arguments(corpus_file, tmp_path)).run()
