@@ -1,6 +1,6 @@
 """Collect the training text from the standard library of the Python that runs this; write it as one compressed file.
 
-    python -m bench.checkpoint.data corpus.xz
+    python -m bench.checkpoint.data corpus.gz
 
 Documents of three kinds, all taken from the installed sources:
 
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gzip
 import hashlib
 import inspect
 import json
-import lzma
 import platform
 import random
 import re
@@ -165,7 +165,7 @@ def write(path: Path, root: Path | None = None) -> dict:
     content = MAGIC + head + data["train"] + data["held_out"]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(content, format=lzma.FORMAT_XZ, preset=6))
+    path.write_bytes(gzip.compress(content, mtime=0))
     return {**manifest, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
@@ -181,7 +181,7 @@ class Corpus:
 
 def read(path: Path) -> Corpus:
     """Read a corpus and check it against its hashes. Raises ValueError if it is not one, or damaged."""
-    content = lzma.decompress(Path(path).read_bytes())
+    content = gzip.decompress(Path(path).read_bytes())
     if not content.startswith(MAGIC):
         raise ValueError(f"{path} is not a corpus written by bench.checkpoint.data")
     end = content.index(b"\n", len(MAGIC)) + 1
@@ -206,7 +206,7 @@ def held_out_questions(corpus: Corpus) -> list[bytes]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Collect the training text of the demo checkpoint.")
-    parser.add_argument("output", help="file to write, for example corpus.xz")
+    parser.add_argument("output", help="file to write, for example corpus.gz")
     parser.add_argument("--stdlib", help="another directory than this Python's standard library")
     args = parser.parse_args(argv)
     print(json.dumps(write(Path(args.output), args.stdlib), indent=1))

@@ -128,7 +128,7 @@ class Trainer:
         self.cuda = self.device.type == "cuda"
         torch.manual_seed(args.seed)
         if self.cuda:
-            torch.backends.cuda.matmul.allow_tf32 = True
+            torch.set_float32_matmul_precision("high")
         self.out = Path(args.output)
         self.out.mkdir(parents=True, exist_ok=True)
         self.corpus = data.read(Path(args.corpus))

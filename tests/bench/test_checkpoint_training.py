@@ -56,7 +56,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus_file(library, tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.xz"
+    path = tmp_path_factory.mktemp("corpus") / "corpus.gz"
     data.write(path, library)
     return path
 
@@ -218,8 +218,8 @@ def test_repetition():
 
 
 def test_corpus_is_the_same_every_time_and_its_splits_share_no_file(library, corpus_file, tmp_path):
-    again = data.write(tmp_path / "again.xz", library)
-    assert (tmp_path / "again.xz").read_bytes() == corpus_file.read_bytes()
+    again = data.write(tmp_path / "again.gz", library)
+    assert (tmp_path / "again.gz").read_bytes() == corpus_file.read_bytes()
     corpus = data.read(corpus_file)
     assert corpus.manifest["sha256"] == again["sha256"] and corpus.manifest["licence"] == "PSF-2.0"
     for path in data.sources(library):
@@ -245,14 +245,14 @@ def test_questions_are_what_the_chat_template_writes(corpus_file):
 
 
 def test_damaged_corpus_is_refused(corpus_file, tmp_path):
-    content = bytearray(data.lzma.decompress(corpus_file.read_bytes()))
+    content = bytearray(data.gzip.decompress(corpus_file.read_bytes()))
     content[-5] ^= 1
-    (tmp_path / "bad.xz").write_bytes(data.lzma.compress(bytes(content)))
+    (tmp_path / "bad.gz").write_bytes(data.gzip.compress(bytes(content)))
     with pytest.raises(ValueError, match="held_out"):
-        data.read(tmp_path / "bad.xz")
-    (tmp_path / "other.xz").write_bytes(data.lzma.compress(b"something else"))
+        data.read(tmp_path / "bad.gz")
+    (tmp_path / "other.gz").write_bytes(data.gzip.compress(b"something else"))
     with pytest.raises(ValueError, match="not a corpus"):
-        data.read(tmp_path / "other.xz")
+        data.read(tmp_path / "other.gz")
 
 
 # --- runs
