@@ -97,7 +97,7 @@ def accepted_drafts(model: Hybrid, tokens: Tensor, hidden: Tensor, first: int, e
     return accepted
 
 
-def held_out_samples(corpus: data.Corpus, number: int = 6) -> dict:
+def held_out_samples(corpus: data.Corpus, number: int = 3) -> dict:
     """What the demo asks: held-out questions without their template, `number` of each kind, and where they are from."""
     questions = []
     for text in data.held_out_questions(corpus):

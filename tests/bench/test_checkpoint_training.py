@@ -338,20 +338,40 @@ def test_demo_takes_the_trained_checkpoint_where_there_is_one(finished, tmp_path
     asked = {}
 
     def stop(args, model, device, mode):
-        asked.update(model=model, prompts=args.prompts, ignore_eos=args.ignore_eos)
+        asked.update(model=model, prompts=args.prompts, ends=args.ends)
         raise command.ServerFailed("no server here")
 
     monkeypatch.setattr(command, "start", stop)
     assert command.main(["run", "--device", "cpu"]) == 1
     held_out = json.loads((tmp_path / "trained" / "held_out.json").read_text())["prompts"]
-    assert asked == {"model": tmp_path / "trained", "prompts": held_out, "ignore_eos": False}
+    assert asked == {"model": tmp_path / "trained", "prompts": held_out, "ends": True}
     printed = capsys.readouterr().out
     for kind in ("text", "questions"):
         for name in evaluate.SHAPES:
             assert f"{name} {card['accepted_length'][kind][name]['accepted_length']:.2f}" in printed
     monkeypatch.setattr(demo_checkpoint, "make_checkpoint", lambda path, seed: path)
     assert command.main(["run", "--device", "cpu", "--checkpoint", "seeded", "--work", str(tmp_path)]) == 1
-    assert asked["model"] == tmp_path / "checkpoint" and asked["ignore_eos"]
+    assert asked["model"] == tmp_path / "checkpoint" and not asked["ends"]
+
+
+def test_what_follows_the_end_of_an_answer_is_not_shown(capsys):
+    """It is still part of the answer that is compared with other runs."""
+    from types import SimpleNamespace as Event
+
+    pieces = ["An ans", "wer.<|im_", "end|>\n<|im_start|>user", "\nMore"]  # the end token of one chunk or of two
+    for cut in (pieces, ["An answer.", "<|im_end|>", "\nMore"]):
+        sent = {}
+
+        def create(cut=cut, sent=sent, **request):
+            sent.update(request)
+            return [Event(usage=None, choices=[Event(delta=Event(content=piece), logprobs=None)]) for piece in cut]
+
+        client = Event(chat=Event(completions=Event(create=create)))
+        answer = command.chat(client, "A question", 8, live=True, ends=True)
+        assert answer.text == "".join(cut) and sent["extra_body"] == {"ignore_eos": True, "skip_special_tokens": False}
+        assert "More" not in capsys.readouterr().out
+        command.chat(client, "A question", 8, live=True)
+        assert "More" in capsys.readouterr().out and sent["extra_body"] == {"ignore_eos": True}
 
 
 def test_trained_checkpoint_of_the_repository_is_what_its_card_says():

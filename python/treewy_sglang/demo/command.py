@@ -14,6 +14,7 @@ from pathlib import Path
 from treewy_sglang.demo.prompts import SHOWN
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, Mode, Server, ServerFailed
 
+END_OF_ANSWER = "<|im_end|>"
 MODES = {"plain": PLAIN, "chain": CHAIN3, "tree": TREE16, "ngram": NGRAM16}
 
 
@@ -81,8 +82,9 @@ class Result:
         return same, near, len(margins) - same - near
 
 
-def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool = False, ignore_eos: bool = True) -> Answer:
-    """One streamed answer through the OpenAI-compatible API."""
+def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool = False, ends: bool = False) -> Answer:
+    """One streamed answer through the OpenAI-compatible API, always `new_tokens` long so that runs can be compared. `ends`: the
+    model ends its answers by itself; what it writes after that is not shown."""
     stream = client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": prompt}],
@@ -90,7 +92,7 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
         max_tokens=new_tokens,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": ignore_eos},
+        extra_body={"ignore_eos": True, **({"skip_special_tokens": False} if ends else {})},
         **(dict(logprobs=True, top_logprobs=2) if margins else {}),
     )
     answer = Answer()
@@ -101,9 +103,10 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
             continue
         choice = event.choices[0]
         if piece := choice.delta.content:
+            shown = ends and END_OF_ANSWER in answer.text
             answer.text += piece
-            if live:
-                print(piece.replace("\n", "\n    "), end="", flush=True)
+            if live and not shown:
+                print((piece.partition(END_OF_ANSWER)[0] if ends else piece).replace("\n", "\n    "), end="", flush=True)
         if margins and choice.logprobs is not None:
             for token in choice.logprobs.content or []:
                 first, second = sorted((top.logprob for top in token.top_logprobs), reverse=True)
@@ -112,7 +115,7 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
     return answer
 
 
-def ask(server: Server, prompts: list[str], new_tokens: int, ignore_eos: bool = True) -> Result:
+def ask(server: Server, prompts: list[str], new_tokens: int, ends: bool = False) -> Result:
     import functools
 
     import openai
@@ -122,10 +125,10 @@ def ask(server: Server, prompts: list[str], new_tokens: int, ignore_eos: bool = 
     say(f"  asking {prompts[0]!r}; the answer as it comes:")
     print("    ", end="")
     margins = server.dtype != "float32"
-    one = functools.partial(chat, client, new_tokens=new_tokens, margins=margins, ignore_eos=ignore_eos)
+    one = functools.partial(chat, client, new_tokens=new_tokens, margins=margins, ends=ends)
     first = one(prompts[0], live=True)
     print()
-    say(f"  asking {len(prompts)} prompts at once, {'' if ignore_eos else 'up to '}{new_tokens} tokens each ...")
+    say(f"  asking {len(prompts)} prompts at once, {new_tokens} tokens each ...")
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(one, prompts))
@@ -194,15 +197,14 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str]:
     trained = trained_checkpoint()
     if args.checkpoint == "trained" and trained is None:
         raise SystemExit("this copy of the package holds no trained checkpoint; bench/checkpoint/README.md says how it is made")
-    args.prompts, args.ignore_eos = list(SHOWN), True
+    args.prompts, args.ends = list(SHOWN), False
     if args.model:
         model = Path(args.model)
         say(f"checkpoint: {model}")
     elif trained is not None and args.checkpoint != "seeded":
         model = trained
         describe(model)
-        # It ends its answers by itself.
-        args.prompts, args.ignore_eos = json.loads((model / "held_out.json").read_text())["prompts"], False
+        args.prompts, args.ends = json.loads((model / "held_out.json").read_text())["prompts"], True
     else:
         say("checkpoint: a small seeded Qwen3-Next (random layers, fitted head) ...")
         model = make_checkpoint(work / "checkpoint", seed=args.seed)
@@ -235,7 +237,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with start(args, model, device, mode) as server:
                 say(f"  answers after {time.monotonic() - started:.0f} s (log: {server.log})")
-                results.append(ask(server, args.prompts, args.tokens, args.ignore_eos))
+                results.append(ask(server, args.prompts, args.tokens, args.ends))
         except ServerFailed as failure:
             say(f"FAILED: {mode.name}: {failure}")
             return 1
