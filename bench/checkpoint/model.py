@@ -129,9 +129,10 @@ class DeltaNet(nn.Module):
         self.in_proj_qkvz = nn.Linear(D, 2 * keys + 2 * values, bias=False)
         self.in_proj_ba = nn.Linear(D, 2 * self.HV, bias=False)
         self.conv = nn.Parameter(torch.randn(2 * keys + values, 1, self.W) * self.W**-0.5)
-        # Half-lives between about 2 and 500 tokens to begin with, spread over the heads.
-        self.A_log = nn.Parameter(torch.linspace(-1.0, 2.0, self.HV))
-        self.dt_bias = nn.Parameter(torch.linspace(-2.0, -4.0, self.HV))
+        # Half-lives of 4 to 128 tokens to begin with, spread over the heads; the decay is A softplus(a + dt_bias), A = 1.
+        half_life = 4.0 * 32.0 ** torch.linspace(0.0, 1.0, self.HV)
+        self.A_log = nn.Parameter(torch.zeros(self.HV))
+        self.dt_bias = nn.Parameter(torch.expm1(math.log(2.0) / half_life).log())
         self.norm = nn.Parameter(torch.ones(self.V))
         self.out_proj = nn.Linear(values, D, bias=False)
 
