@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -203,7 +204,8 @@ def test_every_documented_flag_exists():
     fields = set(re.findall(r"^    (\w+): A\[", (installed / "srt" / "server_args.py").read_text(), re.M)) | {"enable_treewy"}
     known = {"--" + f.replace("_", "-") for f in fields} | {"--tp-size", "--pp-size", "--dp-size", "--help"}
     for name in ("flags.md", "supported.md", "server.md", "cpu.md"):
-        text = re.sub(r"^```.*?^```$", "", page(name), flags=re.S | re.M)  # launch commands: test_blocks.py
+        # Launch commands: test_blocks.py. Other programs have flags of their own.
+        text = re.sub(r"^```.*?^```$|`(?:python|treewy|make) [^`]*`", "", page(name), flags=re.S | re.M)
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text):
             assert flag in known, f"docs/{name}: the server has no {flag}"
 
@@ -316,6 +318,17 @@ def test_figures_of_the_readme_are_the_rows():
             assert (int(time), ratio) == (round(theirs), f"{theirs / mine:.1f}") if time else theirs is None, (draft, nodes, mode)
     commit = json.loads((ROOT / "bench" / "results" / f"kernels-{tables.RUN}.jsonl").read_text().splitlines()[0])["commit"]
     assert commit in readme
+
+
+def test_figures_of_the_cpu_page_are_the_rows():
+    rows = tool("performance_tables").cpu_rows()
+    ratios = [r["speedup"] for r in rows]
+    (commit,) = {r["commit"] for r in rows}
+    text = " ".join(page("cpu.md").split())
+    found = re.search(r"(\d+) measurements on one thread .* at commit (\w+), .*: ([\d.]+)x to ([\d.]+)x faster, median ([\d.]+)x", text)
+    assert found, "the sentence with the figures has changed: read it here again"
+    assert found[1] == str(len(rows)) and commit.startswith(found[2])
+    assert found.groups()[2:] == (f"{min(ratios):.1f}", f"{max(ratios):.0f}", f"{statistics.median(ratios):.1f}")
 
 
 # ---- the worked example ------------------------------------------------------------------------------------------------------
