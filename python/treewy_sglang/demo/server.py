@@ -75,7 +75,7 @@ class Server:
     device: str = "cpu"
     dtype: str = "float32"
     running: int = 8
-    tokens: int = 16384
+    tokens: int = 16384  # of the KV cache; 0: SGLang sizes it and the state slots from memory
     treewy: bool | None = None  # None: where there are drafts
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -93,11 +93,11 @@ class Server:
 
     def command(self) -> list[str]:
         treewy = self.mode.speculative if self.treewy is None else self.treewy
+        sizes = ("--max-total-tokens", str(self.tokens), "--max-mamba-cache-size", str(8 * self.running)) if self.tokens else ()
         return [
             self.python, "-m", "sglang.launch_server", "--model-path", str(self.model), "--host", self.host,
             "--port", str(self.port), "--device", self.device, "--dtype", self.dtype, "--random-seed", "0",
-            "--max-running-requests", str(self.running), "--max-total-tokens", str(self.tokens),
-            "--max-mamba-cache-size", str(8 * self.running), "--sleep-on-idle",
+            "--max-running-requests", str(self.running), "--sleep-on-idle", *sizes,
             *self.mode.arguments, *(["--enable-treewy"] if treewy else []), *self.arguments,
         ]  # fmt: skip
 
