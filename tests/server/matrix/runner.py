@@ -103,7 +103,7 @@ class Run:
         if "drift" in start.loads:
             from matrix import drift
 
-            environment.update(drift.environment(self.work / "drift" / start.name, environment))
+            environment.update(drift.environment(self.work / "drift" / start.name, environment, size.long))
         return Server(
             self.models[start.model], start.mode, self.work / "logs" / f"{start.name}.log", device=args.device,
             dtype=start.dtype, running=running, tokens=2 * running * 1400 if start.tokens is None else start.tokens,
