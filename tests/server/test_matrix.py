@@ -183,6 +183,16 @@ def test_a_failed_start_is_a_row_and_is_tried_again(tmp_path, monkeypatch):
     assert runner.main([*call, "--budget", "1", "--fresh"]) == 1
 
 
+def test_a_signal_stops_the_servers_too(tmp_path, monkeypatch):
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    ended = []
+    monkeypatch.setattr(runner.os, "_exit", ended.append)
+    run = runner.Run(SimpleNamespace(budget=0, device="cpu", size="quick", work=tmp_path), QUICK)
+    run.live.add(sleeper)
+    run.stop_all(15, None)
+    assert sleeper.wait(10) == -9 and ended == [143]
+
+
 def test_the_command_lists_what_it_would_run():
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "server" / "matrix"), "--list", "--scenarios", "memory-*"], capture_output=True, text=True

@@ -85,6 +85,7 @@ class Server:
     quick_start: bool = True  # for the small checkpoint
     timeout: float = 600.0
     on_wait: Callable[[str], None] = lambda text: None
+    on_start: Callable[[subprocess.Popen], Any] = lambda process: None
     process: subprocess.Popen | None = field(default=None, init=False)
 
     @property
@@ -129,6 +130,7 @@ class Server:
                 self.command(), stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
                 env=self.child_environment(), start_new_session=True,
             )  # fmt: skip
+        self.on_start(self.process)
         try:
             self._wait()
         except BaseException:

@@ -77,6 +77,7 @@ class Run:
         self.environments = Environments(self.work, args.device)
         self.models: dict[str, Path] = {}
         self.data: dict[str, Any] = {}
+        self.live: set[Any] = set()  # processes
         # Data of another device or size is no use here.
         self.folder = self.work / f"data-{args.device}-{args.size}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +121,7 @@ class Run:
         try:
             began = time.monotonic()
             server = self.server(start)
+            server.on_start = self.live.add
             with server:
                 data["start"] = {"seconds": time.monotonic() - began, "command": server.command()}
                 say(f"{start.name}: answers after {data['start']['seconds']:.0f} s")
@@ -151,6 +153,13 @@ class Run:
             if server is not None and server.log.exists():
                 data["log_end"] = server.log_end(40)
         return data
+
+    def stop_all(self, sig: int, frame: Any) -> None:
+        """The servers are sessions of their own, and threads wait for them: neither would end with this process."""
+        for process in self.live:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        os._exit(128 + sig)
 
     def finish(self, start: Start, data: dict[str, Any]) -> None:
         self.data[start.name] = data
@@ -236,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="servers that need more are left out")
     parser.add_argument("--budget", type=float, default=0, help="seconds after which no server is started any more; 0: no limit")
     parser.add_argument("--least", type=float, default=90, help="seconds of the budget that a start must have left")
-    parser.add_argument("--start-timeout", type=float, default=400)
+    parser.add_argument("--start-timeout", type=float, default=600)
     parser.add_argument("--work", default=str(ROOT / ".demo" / "matrix"))
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier calls")
     parser.add_argument("--json", help="write the rows there, one JSON object a line")
@@ -262,9 +271,9 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         parser.error(f"nothing is called {' '.join(args.scenarios)} on {args.device}; see --list")
 
-    # So that the servers, sessions of their own, are stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(args, size)
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, run.stop_all)
     run.all(chosen)
     found = [judge(c, run.data, size) for c in rows]
     print(f"\n{table(found)}\n")
