@@ -200,6 +200,30 @@ def test_the_command_lists_what_it_would_run():
     assert done.returncode == 0 and "memory-64-treewy: NEXTN tree, topk 8, 64 nodes" in done.stdout, done.stderr
 
 
+def test_the_small_qwen35_computes_what_the_small_qwen3_next_computes(tmp_path):
+    """Its layers are laid out as in public checkpoints; the same random layers give the same logits, to the bit."""
+    import torch
+    from matrix import qwen35
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from treewy_sglang.demo import checkpoint as small
+
+    source = tmp_path / "next"
+    source.mkdir()
+    weights = small.make_weights(small.model_config())
+    weights["lm_head.weight"] = torch.randn(weights["lm_head.weight"].shape, generator=torch.Generator().manual_seed(1))
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    (source / "config.json").write_text(json.dumps(small.model_config()))
+    ids = torch.randint(0, 256, (1, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours = AutoModelForImageTextToText.from_pretrained(qwen35.write(tmp_path / "moe", True, source), dtype=torch.float32)(ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(ids).logits
+    assert torch.equal(ours, theirs)
+    dense = qwen35.convert(weights, moe=False)
+    assert "model.layers.0.mlp.gate_proj.weight" in dense and not any("expert" in name for name in dense)
+
+
 def record(tokens=50, dtype="float32"):
     import torch
 

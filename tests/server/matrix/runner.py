@@ -27,7 +27,7 @@ from server_harness import ROOT, check_log, copy_of_sglang, installed, path_envi
 from matrix import scenarios, verdicts
 from matrix.loads import FULL, LOADS, QUICK, Size
 from matrix.scenarios import Check, Start
-from treewy_sglang.demo.server import Server, ServerFailed
+from treewy_sglang.demo.server import Server, ServerFailed, other_models
 
 _SLOTS = re.compile(r"max_mamba_cache_size: (\d+)")
 
@@ -100,7 +100,8 @@ class Run:
             raise RuntimeError("an unpatched server on CPU is what tests/server/test_end_to_end.py starts")
         environment = {**self.environments.of(start.patched), **dict(start.environment)}
         if start.model.startswith("qwen35"):
-            environment["SGLANG_DISABLED_MODEL_ARCHS"] = ""
+            needed = {"qwen3_5", "qwen3_5_mtp", "qwen3_5_text"}
+            environment["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(m for m in other_models(sys.executable) if m not in needed)
         if "drift" in start.loads:
             from matrix import drift
 

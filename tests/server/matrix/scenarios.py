@@ -12,8 +12,8 @@ from server_harness import COMPLAINTS, ROOT
 from treewy_sglang.demo.command import NEAR_TIE
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64, Mode
 
-from matrix import verdicts
-from matrix.loads import FULL, REGEX, Size
+from matrix import qwen35, verdicts
+from matrix.loads import REGEX, Size
 from matrix.verdicts import need
 
 MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
@@ -161,10 +161,10 @@ def starts() -> dict[str, Start]:
             add(Start(f"memory-{nodes}-{kind}", drafts, loads=("nothing",), model="35b", treewy=kind == "treewy", alone=True, devices=GPU, running=512, tokens=0, arguments=(*size, "--mem-fraction-static", "0.66", "--disable-cuda-graph")))  # fmt: skip
     add(Start("memory-4-replayssm", CHAIN3, loads=("nothing",), model="35b", treewy=False, alone=True, devices=GPU, running=512, tokens=0, arguments=(*size, "--mem-fraction-static", "0.66", "--disable-cuda-graph", "--enable-linear-replayssm-spec")))  # fmt: skip
 
-    # Qwen3.5, dense and with experts, dummy weights: it has to start, answer and stay healthy.
+    # Qwen3.5, dense and with experts.
     for kind in ("dense", "moe"):
-        for mode in ("chain3", "tree16"):
-            add(Start(f"qwen35-{kind}-{mode}", MODES[mode], loads=("nothing",), model=f"qwen35-{kind}", arguments=("--load-format", "dummy", "--skip-tokenizer-init")))  # fmt: skip
+        for mode in ("plain", "chain3", "tree16"):
+            add(Start(f"qwen35-{kind}-{mode}", MODES.get(mode, PLAIN), model=f"qwen35-{kind}"))
     return {s.name: s for s in found}
 
 
@@ -174,7 +174,7 @@ def for_device(all_starts: Mapping[str, Start], device: str) -> dict[str, Start]
     for name, start in all_starts.items():
         if device not in start.devices:
             continue
-        if device == "cpu" and start.dtype == "bfloat16" and start.loads[0] in ("sampled", "mixed_load", "drift"):
+        if device == "cpu" and start.dtype == "bfloat16" and (start.loads[0] in ("sampled", "mixed_load", "drift") or start.model.startswith("qwen35")):
             start = replace(start, dtype="float32")
         out[name] = start
     return out
@@ -382,6 +382,13 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
             # that, and the operators' own tests hold both against float64.
             if not feature.startswith("state"):
                 rows.append(near("bf16-plain-tp2" if feature == "tp2" else "bf16-plain", name, "bfloat16"))
+    for kind in ("dense", "moe"):
+        for mode in ("chain3", "tree16"):
+            name, plain = f"qwen35-{kind}-{mode}", f"qwen35-{kind}-plain"
+            if name in chosen:
+                rows.append(equal(plain, name) if chosen[name].dtype == "float32" else near(plain, name, "bfloat16"))
+    if "qwen35-moe-plain" in chosen and chosen["qwen35-moe-plain"].dtype == "float32":
+        rows.append(equal("f32-plain", "qwen35-moe-plain"))  # the same function in another layout
     rows.append(near("bf16-plain", "bf16-adaptive", "bfloat16"))
     rows.append(near("bf16-plain", "bf16-plain-tp2", "bfloat16"))
     rows += [_sampled(mode) for mode in ("chain3", "tree16", "ngram16")]
@@ -406,37 +413,9 @@ def model_directory(name: str, work: Path) -> Path:
     if name in MODELS:
         where = ROOT / ".demo" / "checkpoint" if name == "small" else work / f"checkpoint-{name}"
         return make_checkpoint(where, changes=MODELS[name])
+    if name.startswith("qwen35"):
+        return qwen35.write(work / name, name == "qwen35-moe", model_directory("small", work))
     where = work / f"config-{name}"
     where.mkdir(parents=True, exist_ok=True)
-    config = {**model_config(), **DIMENSIONS_35B} if name == "35b" else qwen35_config(moe=name == "qwen35-moe")
-    (where / "config.json").write_text(json.dumps(config, indent=1))
+    (where / "config.json").write_text(json.dumps({**model_config(), **DIMENSIONS_35B}, indent=1))
     return where
-
-
-def qwen35_config(moe: bool) -> dict[str, Any]:
-    """config.json of a small Qwen3.5, in the form of the public checkpoints."""
-    text = {
-        "model_type": "qwen3_5_moe_text" if moe else "qwen3_5_text",
-        "vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "intermediate_size": 256, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096,
-        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "full_attention_interval": 4, "attention_bias": False, "attn_output_gate": True,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32",
-        "partial_rotary_factor": 0.25,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2], "mrope_interleaved": True},
-        "tie_word_embeddings": False, "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
-    }  # fmt: skip
-    if moe:
-        text |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
-    vision = {"model_type": "qwen3_5_moe" if moe else "qwen3_5", "depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 128,
-              "out_hidden_size": 128, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64,
-              "in_channels": 3, "deepstack_visual_indexes": []}  # fmt: skip
-    return {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration" if moe else "Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5_moe" if moe else "qwen3_5", "text_config": text, "vision_config": vision, "torch_dtype": "bfloat16",
-        "image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-
-
-DEFAULT_SIZE = FULL
