@@ -140,7 +140,7 @@ def test_scenarios_hang_together(device):
     assert len({r.name for r in rows}) == len(rows)
     used = {name for r in rows for name in r.starts}
     assert used == set(possible)
-    assert {load for s in possible.values() for load in s.loads} <= set(LOADS) | {"drift"}
+    assert {load for s in possible.values() for load in s.loads} <= set(LOADS) | {"drift", "refusals"}
 
 
 def test_every_demand_has_a_row():
@@ -191,6 +191,16 @@ def test_a_signal_stops_the_servers_too(tmp_path, monkeypatch):
     run.live.add(sleeper)
     run.stop_all(15, None)
     assert sleeper.wait(10) == -9 and ended == [143]
+
+
+def test_refusals_are_judged_by_their_words():
+    from matrix import refusals
+
+    right = {name: " ".join(words) or None for name, (_, words) in refusals.cases("cuda").items()}
+    assert refusals.wrong(right, "cuda") == []
+    changed = {**right, "nothing wrong": "refused", "replayssm": None, "float32": "no", "pdmux": "x pdmux"}
+    assert [w.split(":")[0] for w in refusals.wrong(changed, "cuda")] == ["nothing wrong", "replayssm", "float32"]
+    assert len(refusals.wrong({}, "cpu")) == len(refusals.cases("cpu"))
 
 
 def test_the_command_lists_what_it_would_run():

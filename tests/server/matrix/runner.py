@@ -24,7 +24,7 @@ from typing import Any, Mapping
 
 from server_harness import ROOT, check_log, copy_of_sglang, installed, path_environment, treewy, wait_idle
 
-from matrix import scenarios, verdicts
+from matrix import refusals, scenarios, verdicts
 from matrix.loads import FULL, LOADS, QUICK, Size
 from matrix.scenarios import Check, Start
 from treewy_sglang.demo.server import Server, ServerFailed, other_models
@@ -120,6 +120,9 @@ class Run:
         data: dict[str, Any] = {}
         server = None
         try:
+            if "refusals" in start.loads:
+                answers = refusals.run(self.args.device, self.models[start.model], self.work, self.environments.of(True))
+                return {"refusals": {"device": self.args.device, "answers": answers}}
             began = time.monotonic()
             server = self.server(start)
             server.on_start = self.live.add

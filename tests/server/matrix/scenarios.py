@@ -12,7 +12,7 @@ from server_harness import COMPLAINTS, ROOT
 from treewy_sglang.demo.command import NEAR_TIE
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64, Mode
 
-from matrix import qwen35, verdicts
+from matrix import qwen35, refusals, verdicts
 from matrix.loads import REGEX, Size
 from matrix.verdicts import need
 
@@ -160,6 +160,9 @@ def starts() -> dict[str, Start]:
         for kind in ("treewy", "snapshots"):
             add(Start(f"memory-{nodes}-{kind}", drafts, loads=("nothing",), model="35b", treewy=kind == "treewy", alone=True, devices=GPU, running=512, tokens=0, arguments=(*size, "--mem-fraction-static", "0.66", "--disable-cuda-graph")))  # fmt: skip
     add(Start("memory-4-replayssm", CHAIN3, loads=("nothing",), model="35b", treewy=False, alone=True, devices=GPU, running=512, tokens=0, arguments=(*size, "--mem-fraction-static", "0.66", "--disable-cuda-graph", "--enable-linear-replayssm-spec")))  # fmt: skip
+
+    # Command lines that are refused; no server comes of it.
+    add(Start("refusals", loads=("refusals",)))
 
     # Qwen3.5, dense and with experts.
     for kind in ("dense", "moe"):
@@ -332,6 +335,13 @@ def _mixed(name: str) -> Check:
     return Check(f"{name}: everything is free at the end", (name,), judge)
 
 
+def _refusals(data: Mapping[str, Any], size: Size) -> str:
+    found = data["refusals"]["refusals"]
+    wrong = refusals.wrong(found["answers"], found["device"])
+    need(not wrong, "; ".join(wrong))
+    return f"{len(found['answers']) - 1} command lines refused, one served"
+
+
 def _memory(nodes: int, share: float) -> Check:
     names = tuple(f"memory-{nodes}-{kind}" for kind in ("treewy", "snapshots")) + (("memory-4-replayssm",) if nodes == 4 else ())
 
@@ -397,6 +407,7 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
         rows.append(_long(f"long-f32-{mode}", "long-f32-plain"))
         rows.append(_drift(mode))
     rows += [_mixed(name) for name in chosen if name.startswith("mixed-")]
+    rows.append(Check("refusals: each with its sentence", ("refusals",), _refusals))
     rows += [_memory(4, 0.97), _memory(16, 0.90), _memory(64, 0.70)]
     rows = [r for r in rows if all(name in chosen for name in r.starts)]
     return rows + [_healthy(name, start) for name, start in chosen.items() if start.has_treewy]
