@@ -84,6 +84,7 @@ class Server:
     port: int = 0
     quick_start: bool = True  # for the small checkpoint
     timeout: float = 600.0
+    until: str = ""  # words in the log that end the wait before the server answers
     on_wait: Callable[[str], None] = lambda text: None
     on_start: Callable[[subprocess.Popen], Any] = lambda process: None
     process: subprocess.Popen | None = field(default=None, init=False)
@@ -143,6 +144,8 @@ class Server:
         while True:
             if self.process.poll() is not None:
                 raise ServerFailed(f"the server ended with exit code {self.process.returncode}; {self.log_end()}")
+            if self.until and self.until in self.log_text():
+                return
             now = time.monotonic()
             if now - started > self.timeout:
                 raise ServerFailed(f"the server does not answer after {self.timeout:.0f} s; {self.log_end()}")

@@ -191,11 +191,6 @@ def sequence(server, size: Size) -> dict[str, Any]:
     return {"answers": [{"tokens": a.tokens, "logprobs": [x[0] for x in a.meta["output_token_logprobs"]]} for a in answers]}
 
 
-def nothing(server, size: Size) -> dict[str, Any]:
-    """Only that it started and answers."""
-    return {"tokens": server.generate(mixed(1)[0], 4)["output_ids"]}
-
-
 LOADS: dict[str, Callable[..., dict[str, Any]]] = {
-    f.__name__: f for f in (greedy, sampled, long, mixed_load, grammar, sequence, nothing)
+    f.__name__: f for f in (greedy, sampled, long, mixed_load, grammar, sequence)
 }

@@ -109,7 +109,7 @@ class Run:
         return Server(
             self.models[start.model], start.mode, self.work / "logs" / f"{start.name}.log", device=args.device,
             dtype=start.dtype, running=running, tokens=2 * running * 1400 if start.tokens is None else start.tokens,
-            treewy=start.treewy, arguments=arguments, environment=environment,
+            treewy=start.treewy, until=start.until, arguments=arguments, environment=environment,
             timeout=min(args.start_timeout, max(30.0, self.left())),
         )  # fmt: skip
 
@@ -134,6 +134,8 @@ class Run:
                 data["start"]["state_slots"] = int(slots[1]) if slots else None
                 if start.has_treewy:
                     data["start"]["lines"] = verdicts.start_lines(text)
+                if start.until:
+                    return data
                 for load in start.loads:
                     began = time.monotonic()
                     if load == "drift":

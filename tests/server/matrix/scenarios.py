@@ -63,6 +63,7 @@ class Start:
     alone: bool = False  # it wants the memory for itself
     devices: tuple[str, ...] = ("cpu", "cuda")
     running: int | None = None  # None: as many as are asked at a time
+    until: str = ""  # words in the log after which it is stopped, unasked
     tokens: int | None = None  # of the KV cache; None: plenty; 0: what memory allows
 
     @property
@@ -154,12 +155,16 @@ def starts() -> dict[str, Start]:
         add(Start(f"mixed-{mode}-small-cache", MODES[mode], loads=("mixed_load",), running=16, tokens=2600))
 
     # Memory-tight: what a 35B model's budget gives.
-    size = ("--load-format", "dummy", "--skip-tokenizer-init")
+    size = dict(
+        loads=(), model="35b", alone=True, devices=GPU, running=512, tokens=0, until="max_total_num_tokens=",
+        arguments=("--load-format", "dummy", "--skip-tokenizer-init", "--mem-fraction-static", "0.66", "--disable-cuda-graph"),
+    )  # fmt: skip
     wide = {4: CHAIN3, 16: TREE16, 64: TREE64}
     for nodes, drafts in wide.items():
         for kind in ("treewy", "snapshots"):
-            add(Start(f"memory-{nodes}-{kind}", drafts, loads=("nothing",), model="35b", treewy=kind == "treewy", alone=True, devices=GPU, running=512, tokens=0, arguments=(*size, "--mem-fraction-static", "0.66", "--disable-cuda-graph")))  # fmt: skip
-    add(Start("memory-4-replayssm", CHAIN3, loads=("nothing",), model="35b", treewy=False, alone=True, devices=GPU, running=512, tokens=0, arguments=(*size, "--mem-fraction-static", "0.66", "--disable-cuda-graph", "--enable-linear-replayssm-spec")))  # fmt: skip
+            add(Start(f"memory-{nodes}-{kind}", drafts, treewy=kind == "treewy", **size))
+    replayssm = (*size.pop("arguments"), "--enable-linear-replayssm-spec")
+    add(Start("memory-4-replayssm", CHAIN3, treewy=False, arguments=replayssm, **size))
 
     # Command lines that are refused; no server comes of it.
     add(Start("refusals", loads=("refusals",)))
@@ -177,7 +182,7 @@ def for_device(all_starts: Mapping[str, Start], device: str) -> dict[str, Start]
     for name, start in all_starts.items():
         if device not in start.devices:
             continue
-        if device == "cpu" and start.dtype == "bfloat16" and (start.loads[0] in ("sampled", "mixed_load", "drift") or start.model.startswith("qwen35")):
+        if device == "cpu" and start.dtype == "bfloat16" and ({"sampled", "mixed_load", "drift"} & set(start.loads) or start.model.startswith("qwen35")):
             start = replace(start, dtype="float32")
         out[name] = start
     return out
@@ -410,7 +415,7 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
     rows.append(Check("refusals: each with its sentence", ("refusals",), _refusals))
     rows += [_memory(4, 0.97), _memory(16, 0.90), _memory(64, 0.70)]
     rows = [r for r in rows if all(name in chosen for name in r.starts)]
-    return rows + [_healthy(name, start) for name, start in chosen.items() if start.has_treewy]
+    return rows + [_healthy(name, start) for name, start in chosen.items() if start.has_treewy and start.loads]
 
 
 def complaints(text: str) -> list[str]:
