@@ -12,6 +12,17 @@ from server_harness import (
 )  # fmt: skip
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: takes many minutes; only with --full")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @dataclass(frozen=True)
 class Load:
     """How much is asked."""

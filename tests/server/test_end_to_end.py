@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from matrix import loads
 from server_harness import ROOT, Aborts, ask_all, check_log, difference, margins, wait_idle
 
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64, ServerFailed
@@ -139,6 +140,15 @@ def test_a_grammar_is_answered_with_an_error_and_the_server_goes_on(answered, se
     with pytest.raises(ServerFailed, match="Grammar-based generation"):
         server.request("/generate", {"input_ids": prompts[0], "sampling_params": {"regex": "[0-9]{3}", "max_new_tokens": 4}})
     assert not difference(server.generate(prompts[0], load.new_tokens)["output_ids"], reference[0])
+
+
+@pytest.mark.full
+def test_many_short_requests(answered, server, load):
+    """Greedy and sampled, whole, streamed and given up at every stage, more at a time than run; then all is free."""
+    found = loads.mixed_load(server, loads.Size(mixed=60), at_a_time=2 * load.at_a_time)
+    assert sum(found["counts"].values()) == 60 and any("abort" in kind for kind in found["counts"]), found
+    assert found["running"] == found["waiting"] == found["used_after_flush"] == 0, found
+    check_log(server)
 
 
 def test_no_slot_is_lost(answered, server):

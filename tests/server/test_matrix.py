@@ -319,3 +319,15 @@ def test_the_recorder_keeps_prompts_decoded_tokens_and_accepted_nodes(tmp_path):
     assert written[0]["mixed_qkv"].flatten().tolist() == [0, 1, 2, 3, 10, 12, 13]  # nodes 0, 2, 3 were accepted
     assert torch.equal(written[2]["state"], temporal[1] + 2)
     assert drift_recorder.path_to(2, None) == [0, 1, 2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "names", [["sampled-chain3*", "sampled-tree16*"], ["mixed-chain3-*", "mixed-tree16-extra_buffer*"], ["long-f32-tree16*"]], ids=lambda n: n[0]
+)
+def test_what_a_cpu_can_show(names):
+    """The same scenarios as on a GPU, in float32 on CPU: sampling, thousands of requests with retractions, a long answer."""
+    command = [sys.executable, str(ROOT / "tests" / "server" / "matrix"), "--device", "cpu", "--fresh", "--scenarios", *names]
+    done = subprocess.run(command, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
