@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from treewy_sglang.sglang import after_import
 from treewy_sglang.sglang.cpu import adapters, bootstrap
 
 PYTHON = Path(bootstrap.__file__).resolve().parents[3]
@@ -121,10 +122,11 @@ def test_adapters_apply_once_the_module_has_run_and_refuse_another_sglang(tmp_pa
     (tmp_path / "stranger.py").write_text("other = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(adapters, "TABLE", {"victim": {"switch": lambda: True}, "stranger": {"switch": lambda: True}})
+    monkeypatch.setattr(adapters, "_changes", {name: adapters._apply for name in adapters.TABLE})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     adapters.install()
     adapters.install()
-    assert sum(isinstance(f, adapters._Finder) for f in sys.meta_path) == 1
+    assert sum(isinstance(f, after_import.Finder) and f.changes is adapters._changes for f in sys.meta_path) == 1
     import victim
 
     assert victim.switch is True and victim.seen == [1]

@@ -66,20 +66,25 @@ def pattern(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def refusals() -> dict[str, str]:
-    """{pattern: place} of every sentence that config.py can refuse with, without the leading `--enable-treewy: `."""
-    tree = ast.parse((GLUE / "config.py").read_text())
-    outer, found = constants(tree.body), {}
-    for function in (n for n in tree.body if isinstance(n, ast.FunctionDef)):
-        names = {**outer, **constants(function.body)}
-        for node in ast.walk(function):
-            value = None
-            if isinstance(node, ast.Return) and isinstance(node.value, (ast.JoinedStr, ast.Constant)):
-                value = pattern(node.value, names)
-            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                value = pattern(node.exc.args[0], names)
-            # Other functions return names and the like; a refusal is a sentence.
-            if value and value.endswith(r"\.") and "return" not in value:
-                found[value.removeprefix(re.escape("--enable-treewy: "))] = f"{function.name}, line {node.lineno}"
+    """{pattern: place} of every sentence that config.py, or a function `refusal...` beside it, can refuse with; without the
+    leading `--enable-treewy: `."""
+    found = {}
+    for file in sorted(GLUE.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        outer = constants(tree.body)
+        for function in (n for n in tree.body if isinstance(n, ast.FunctionDef)):
+            if file.name != "config.py" and not function.name.startswith("refusal"):
+                continue
+            names = {**outer, **constants(function.body)}
+            for node in ast.walk(function):
+                value = None
+                if isinstance(node, ast.Return) and isinstance(node.value, (ast.JoinedStr, ast.Constant)):
+                    value = pattern(node.value, names)
+                elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                    value = pattern(node.exc.args[0], names)
+                # Other functions return names and the like; a refusal is a sentence.
+                if value and value.endswith(r"\."):
+                    found[value.removeprefix(re.escape("--enable-treewy: "))] = f"{file.name}, {function.name}, line {node.lineno}"
     return found
 
 
@@ -153,6 +158,7 @@ def variables() -> dict[str, str]:
         for update in re.findall(r"env\.update\(([^)]*)\)", text):
             names += re.findall(r"\b([A-Z][A-Z0-9_]+)=", update)
         found.update(dict.fromkeys(names, file))
+        found.update(dict.fromkeys(re.findall(r"""= ["'](TREEWY_[A-Z0-9_]+)["']""", text), file))
     # Of the machine, not of the project.
     return {name: file for name, file in found.items() if name not in ("PATH", "HOME", "PYTHONHOME", "VIRTUAL_ENV")}
 
@@ -162,7 +168,7 @@ def in_code(text: str) -> set[str]:
 
 
 def test_every_variable_is_documented():
-    assert {"TREEWY_CUDA", "TREEWY_CPU_FORK", "TREEWY_CPU_ISA", "SGLANG_MAMBA_CONV_DTYPE", "TREEWY_URL"} <= set(variables())
+    assert {"TREEWY_CUDA", "TREEWY_CPU_FORK", "TREEWY_FLOAT32", "TREEWY_CPU_ISA", "SGLANG_MAMBA_CONV_DTYPE", "TREEWY_URL"} <= set(variables())
     missing = {n: f for n, f in variables().items() if n not in in_code(page("flags.md"))}
     assert not missing, f"docs/flags.md lacks {missing}"
 

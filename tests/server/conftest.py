@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from server_harness import Answer, answer, ask_all, check_log, margins, wait_idle
+from server_harness import (
+    ROOT, Answer, answer, ask_all, check_log, copy_of_sglang, installed, margins, path_environment, treewy, wait_idle,
+)  # fmt: skip
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: takes many minutes; only with --full")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass(frozen=True)
@@ -45,30 +50,6 @@ def candidates(load) -> list[list[int]]:
     from treewy_sglang.demo.prompts import mixed
 
     return mixed(load.prompts + load.spare)
-
-
-def treewy(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "treewy_sglang", *arguments], capture_output=True, text=True)
-
-
-def installed() -> Path:
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None, "sglang is not installed in this Python: use `make test`"
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def path_environment(*entries: Path) -> dict[str, str]:
-    inherited = [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
-    return {"PYTHONPATH": os.pathsep.join([*map(str, entries), *inherited])}
-
-
-def copy_of_sglang(where: Path) -> Path:
-    """The installed SGLang again in `where`, with its metadata so that the version is known there."""
-    source = installed()
-    shutil.copytree(source, where / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
-    for info in source.parent.glob("sglang-*.dist-info"):
-        shutil.copytree(info, where / info.name)
-    return where / "sglang"
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
 import time
+import uuid
 from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -27,6 +37,55 @@ def ask_all(server, prompts, load, beside=None, **more) -> list[Answer]:
 
     with concurrent.futures.ThreadPoolExecutor(load.at_a_time) as pool:
         return list(pool.map(ask, range(len(prompts))))
+
+
+class Aborts:
+    """Requests that are given up half-way beside those that are compared: by hanging up, and by /abort_request."""
+
+    def __init__(self, server, prompts):
+        self.server, self.prompts = server, prompts
+        self.threads, self.failures = [], []
+        self.hung_up = self.aborted = 0
+
+    def __call__(self, i: int) -> None:
+        if i % 2 == 0:
+            thread = threading.Thread(target=self.guard, args=(self.hang_up if i % 4 else self.abort, i))
+            thread.start()
+            self.threads.append(thread)
+
+    def guard(self, act, i: int) -> None:
+        try:
+            act(i)
+        except Exception as error:  # reported by finish()
+            self.failures.append(f"{act.__name__} beside prompt {i}: {error!r}")
+
+    def prompt(self, i: int) -> list[int]:
+        # The prefix of a prompt that is being compared, so that an abort touches states that others share.
+        return self.prompts[i][: max(8, len(self.prompts[i]) * 3 // 4)]
+
+    def hang_up(self, i: int) -> None:
+        stream = self.server.stream(self.prompt(i), 800)
+        for _ in range(3):
+            next(stream)
+        stream.close()
+        self.hung_up += 1
+
+    def abort(self, i: int) -> None:
+        name = uuid.uuid4().hex
+        stream = self.server.stream(self.prompt(i), 800, rid=name)
+        next(stream)
+        self.server.request("/abort_request", {"rid": name})
+        *_, last = stream
+        reason = last["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort", reason
+        assert last["meta_info"]["completion_tokens"] < 800
+        self.aborted += 1
+
+    def finish(self) -> None:
+        for thread in self.threads:
+            thread.join(300)
+        assert not self.failures, self.failures
+        assert self.hung_up and self.aborted, (self.hung_up, self.aborted)
 
 
 def margins(reference_answer: Answer) -> list[float]:
@@ -69,3 +128,27 @@ def check_log(server) -> None:
         assert complaint not in text, f"{server.log} says {complaint!r}:\n" + "\n".join(
             line for line in text.splitlines() if complaint in line
         )
+
+
+def treewy(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "treewy_sglang", *arguments], capture_output=True, text=True)
+
+
+def installed() -> Path:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None, "sglang is not installed in this Python: use `make test`"
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def path_environment(*entries: Path) -> dict[str, str]:
+    inherited = [e for e in os.environ.get("PYTHONPATH", "").split(os.pathsep) if e]
+    return {"PYTHONPATH": os.pathsep.join([*map(str, entries), *inherited])}
+
+
+def copy_of_sglang(where: Path) -> Path:
+    """The installed SGLang again in `where`, with its metadata so that the version is known there."""
+    source = installed()
+    shutil.copytree(source, where / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+    for info in source.parent.glob("sglang-*.dist-info"):
+        shutil.copytree(info, where / info.name)
+    return where / "sglang"

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
-import uuid
 from pathlib import Path
 
 import pytest
-from server_harness import ask_all, check_log, difference, margins, wait_idle
+from matrix import loads
+from server_harness import ROOT, Aborts, ask_all, check_log, difference, margins, wait_idle
 
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, ServerFailed
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_prompts_are_of_mixed_length_and_share_prefixes(prompts, load):
@@ -68,55 +65,6 @@ def test_without_the_flag_patched_is_unpatched_to_the_bit(plain, unpatched_answe
         assert a.tokens == b.tokens, f"prompt {i}"
         # JSON carries the shortest decimal that gives the same float back: equal numbers are equal bits.
         assert a.meta["output_token_logprobs"] == b.meta["output_token_logprobs"], f"prompt {i}"
-
-
-class Aborts:
-    """Requests that are given up half-way beside those that are compared: by hanging up, and by /abort_request."""
-
-    def __init__(self, server, prompts):
-        self.server, self.prompts = server, prompts
-        self.threads, self.failures = [], []
-        self.hung_up = self.aborted = 0
-
-    def __call__(self, i: int) -> None:
-        if i % 2 == 0:
-            thread = threading.Thread(target=self.guard, args=(self.hang_up if i % 4 else self.abort, i))
-            thread.start()
-            self.threads.append(thread)
-
-    def guard(self, act, i: int) -> None:
-        try:
-            act(i)
-        except Exception as error:  # reported by finish()
-            self.failures.append(f"{act.__name__} beside prompt {i}: {error!r}")
-
-    def prompt(self, i: int) -> list[int]:
-        # The prefix of a prompt that is being compared, so that an abort touches states that others share.
-        return self.prompts[i][: max(8, len(self.prompts[i]) * 3 // 4)]
-
-    def hang_up(self, i: int) -> None:
-        stream = self.server.stream(self.prompt(i), 800)
-        for _ in range(3):
-            next(stream)
-        stream.close()
-        self.hung_up += 1
-
-    def abort(self, i: int) -> None:
-        name = uuid.uuid4().hex
-        stream = self.server.stream(self.prompt(i), 800, rid=name)
-        next(stream)
-        self.server.request("/abort_request", {"rid": name})
-        *_, last = stream
-        reason = last["meta_info"]["finish_reason"]
-        assert reason["type"] == "abort", reason
-        assert last["meta_info"]["completion_tokens"] < 800
-        self.aborted += 1
-
-    def finish(self) -> None:
-        for thread in self.threads:
-            thread.join(300)
-        assert not self.failures, self.failures
-        assert self.hung_up and self.aborted, (self.hung_up, self.aborted)
 
 
 @pytest.fixture(scope="session")
@@ -195,6 +143,15 @@ def test_a_grammar_is_answered_with_an_error_and_the_server_goes_on(answered, se
     with pytest.raises(ServerFailed, match="Grammar-based generation"):
         server.request("/generate", {"input_ids": prompts[0], "sampling_params": {"regex": "[0-9]{3}", "max_new_tokens": 4}})
     assert not difference(server.generate(prompts[0], load.new_tokens)["output_ids"], reference[0])
+
+
+@pytest.mark.full
+def test_many_short_requests(answered, server, load):
+    """Greedy and sampled, whole, streamed and given up at every stage, more at a time than run; then all is free."""
+    found = loads.mixed_load(server, loads.Size(mixed=60), at_a_time=2 * load.at_a_time)
+    assert sum(found["counts"].values()) == 60 and any("abort" in kind for kind in found["counts"]), found
+    assert found["running"] == found["waiting"] == found["used_after_flush"] == 0, found
+    check_log(server)
 
 
 def test_no_slot_is_lost(answered, server):

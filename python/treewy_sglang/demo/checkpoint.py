@@ -23,6 +23,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, Mapping
 
 # What the head is fitted to.
 TEXT = """\
@@ -224,7 +225,7 @@ def fit(directory: Path, weights: dict, eps: float) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    tokens = torch.tensor(list(TEXT.encode()))
+    tokens = torch.tensor(list(TEXT.encode())) % len(weights["lm_head.weight"])  # for vocabularies below a byte
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         hidden = model.model(tokens[None]).last_hidden_state[0].double()
@@ -251,12 +252,15 @@ def fit(directory: Path, weights: dict, eps: float) -> None:
     weights["mtp.fc.weight"] = torch.linalg.solve(x.T @ x + ridge, x.T @ hidden[1:]).T.float().contiguous()
 
 
-def make_checkpoint(path: str | os.PathLike, seed: int = 0, layers: int = 4, **scales) -> Path:
-    """Write the checkpoint to `path` unless the same one is there already; a half-written one never stays."""
+def make_checkpoint(
+    path: str | os.PathLike, seed: int = 0, layers: int = 4, changes: Mapping[str, Any] | None = None, **scales
+) -> Path:
+    """Write the checkpoint to `path` unless the same one is there already; a half-written one never stays. `changes`:
+    other values for entries of config.json. With a vocabulary below 256 serve it with --skip-tokenizer-init."""
     from safetensors.torch import save_file
 
     path = Path(path)
-    config = model_config(layers=layers)
+    config = {**model_config(layers=layers), **(changes or {})}
     key = hashlib.sha256(Path(__file__).read_bytes() + json.dumps([config, seed, scales], sort_keys=True).encode())
     stamp = path / "made-by-treewy.txt"
     if stamp.exists() and stamp.read_text().strip() == key.hexdigest():

@@ -75,7 +75,7 @@ class Server:
     device: str = "cpu"
     dtype: str = "float32"
     running: int = 8
-    tokens: int = 16384
+    tokens: int = 16384  # of the KV cache; 0: SGLang sizes it and the state slots from memory
     treewy: bool | None = None  # None: where there are drafts
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +84,9 @@ class Server:
     port: int = 0
     quick_start: bool = True  # for the small checkpoint
     timeout: float = 600.0
+    until: str = ""  # words in the log that end the wait before the server answers
     on_wait: Callable[[str], None] = lambda text: None
+    on_start: Callable[[subprocess.Popen], Any] = lambda process: None
     process: subprocess.Popen | None = field(default=None, init=False)
 
     @property
@@ -93,11 +95,11 @@ class Server:
 
     def command(self) -> list[str]:
         treewy = self.mode.speculative if self.treewy is None else self.treewy
+        sizes = ("--max-total-tokens", str(self.tokens), "--max-mamba-cache-size", str(8 * self.running)) if self.tokens else ()
         return [
             self.python, "-m", "sglang.launch_server", "--model-path", str(self.model), "--host", self.host,
             "--port", str(self.port), "--device", self.device, "--dtype", self.dtype, "--random-seed", "0",
-            "--max-running-requests", str(self.running), "--max-total-tokens", str(self.tokens),
-            "--max-mamba-cache-size", str(8 * self.running), "--sleep-on-idle",
+            "--max-running-requests", str(self.running), "--sleep-on-idle", *sizes,
             *self.mode.arguments, *(["--enable-treewy"] if treewy else []), *self.arguments,
         ]  # fmt: skip
 
@@ -129,6 +131,7 @@ class Server:
                 self.command(), stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
                 env=self.child_environment(), start_new_session=True,
             )  # fmt: skip
+        self.on_start(self.process)
         try:
             self._wait()
         except BaseException:
@@ -141,6 +144,8 @@ class Server:
         while True:
             if self.process.poll() is not None:
                 raise ServerFailed(f"the server ended with exit code {self.process.returncode}; {self.log_end()}")
+            if self.until and self.until in self.log_text():
+                return
             now = time.monotonic()
             if now - started > self.timeout:
                 raise ServerFailed(f"the server does not answer after {self.timeout:.0f} s; {self.log_end()}")

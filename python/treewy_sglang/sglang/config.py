@@ -12,6 +12,8 @@ from typing import Any, Optional
 
 import torch
 
+from treewy_sglang.sglang import float32
+
 logger = logging.getLogger(__name__)
 
 MAX_NODES = 128
@@ -200,6 +202,7 @@ def validate(server_args: Any, view: Any = None) -> None:
     require(refusal_of_settings(view))
     model_config = server_args.get_model_config()
     require(refusal_of_shape(gdn_shape(model_config), model_config.dtype, attn_tp_size(view)))
+    require(float32.refusal(str(view.device).split(":")[0], DTYPES[model_config.dtype]))
     require(keep_conv_state_in_model_dtype(model_config.dtype))
     keep_grammars_off_cpu(server_args)
     if view.linear_attn_verify_backend is not None:

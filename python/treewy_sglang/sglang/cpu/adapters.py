@@ -9,10 +9,9 @@ replacements to give the same answers, hence a table here and not a patch. Nothi
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
 from typing import Any, Callable, Dict
+
+from treewy_sglang.sglang import after_import
 
 
 def _gdn(name: str) -> Callable[[], Callable]:
@@ -50,35 +49,9 @@ def _apply(module) -> None:
         setattr(module, name, value())
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, inner):
-        self.inner = inner
-
-    def create_module(self, spec):
-        return self.inner.create_module(spec)
-
-    def exec_module(self, module):
-        self.inner.exec_module(module)
-        _apply(module)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname not in TABLE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+_changes = {module: _apply for module in TABLE}
 
 
 def install() -> None:
     """Idempotent. A module that was imported earlier is adapted at once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-    for fullname in TABLE:
-        if fullname in sys.modules:
-            _apply(sys.modules[fullname])
+    after_import.install(_changes)

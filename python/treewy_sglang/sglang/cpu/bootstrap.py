@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Mapping, MutableMapping, Optional, Sequence
 
+from treewy_sglang.sglang import float32
+
 OVERLAY = Path(__file__).resolve().parent / "overlay"
 _CUDA_FOLDERS = ("sm90", "sm100")
 
@@ -104,12 +106,13 @@ def activate(
 ) -> bool:
     """Put the overlay first on the import path of this process and of its children; True if it is there.
 
-    Does nothing unless CPU is asked for. A CPU build of sgl_kernel is left alone, and so is a stand-in that
+    Unless CPU is asked for, only :mod:`..float32` is given its chance. A CPU build of sgl_kernel is left alone, and so is a stand-in that
     the user put on PYTHONPATH.
     """
     argv = sys.argv if argv is None else argv
     environ = os.environ if environ is None else environ
     if not wants_cpu(argv, environ):
+        float32.activate(environ)
         return False
     environ["SGLANG_USE_CPU_ENGINE"] = "1"
     set_defaults(argv, environ)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet on CPU, in torch: the operators between the projections of a GDN layer.
+"""Gated DeltaNet in torch, for CPU (:func:`delta_prefill` also serves float32 on CUDA, see ..float32): the operators between the projections of a GDN layer.
 
 Letters: N requests, n tokens of all requests, D convolution channels, W taps, H key heads, HV value heads (a
 multiple of H), K key width, V value width, C tokens of a chunk. State pools are ``[slots, HV, V, K]`` (row =
@@ -185,7 +185,7 @@ def delta_prefill(
     slots = state_indices.tolist()
     heads, width, value_width = v.shape[1], k.shape[2], v.shape[2]
     scale = width**-0.5 if scale is None else scale
-    out = torch.zeros(v.shape, dtype=v.dtype)
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     checkpoints: List[torch.Tensor] = []
     for row, slot in enumerate(slots):
         begin, end = offsets[row], offsets[row + 1]
@@ -194,7 +194,7 @@ def delta_prefill(
             continue
         count = -(-length // chunk)
         if slot < 0:
-            checkpoints.append(torch.zeros(count, heads, value_width, width))
+            checkpoints.append(torch.zeros(count, heads, value_width, width, device=v.device))
             continue
         outputs, boundary, final = _delta_sequence(
             q[begin:end], k[begin:end], v[begin:end], g[begin:end], beta[begin:end], state[slot], normalize, scale, chunk
@@ -204,7 +204,7 @@ def delta_prefill(
         checkpoints.append(boundary)
     if checkpoints:
         return out, torch.cat(checkpoints)
-    return out, torch.zeros(0, heads, value_width, width)
+    return out, torch.zeros(0, heads, value_width, width, device=v.device)
 
 
 def _delta_sequence(q, k, v, g, beta, initial, normalize, scale, chunk):
@@ -230,7 +230,7 @@ def _delta_sequence(q, k, v, g, beta, initial, normalize, scale, chunk):
     value = by_chunk(v.float())
     strength = by_chunk(beta.float().unsqueeze(-1))
     total = by_chunk(g.double().unsqueeze(-1)).squeeze(-1).cumsum(-1)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool).tril()
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
     # masked before exp: a difference of a later and an earlier token is <= 0, the other way round it overflows
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, float("-inf")).exp().float()
     system = (key_key * decay * strength).tril(-1)
@@ -245,8 +245,8 @@ def _delta_sequence(q, k, v, g, beta, initial, normalize, scale, chunk):
     last = total[..., -1].exp().float()[..., None, None]
 
     current = initial.float()
-    boundary = torch.empty(count, *current.shape)
-    outputs = torch.empty(value.shape)
+    boundary = torch.empty(count, *current.shape, device=v.device)
+    outputs = torch.empty(value.shape, device=v.device)
     for c in range(count):
         boundary[c] = current
         update = base[c] - gain[c] @ current.transpose(-1, -2)
