@@ -12,7 +12,7 @@ RUN = $(VENV)/bin/python
 export OMP_WAIT_POLICY ?= passive
 SETUP = $(PYTHON) tools/environment.py --venv $(VENV)
 
-.PHONY: help demo serve test test-full build venv clean distclean
+.PHONY: help demo serve test test-full docs build wheel venv clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,7 +20,9 @@ help:
 	@echo "make serve      set up, then leave a server running on PORT=$(PORT)"
 	@echo "make test       set up, then all tests that CI runs (ARGS: options of pytest)"
 	@echo "make test-full  the end-to-end comparison at full size: 64 prompts, 512 tokens each"
+	@echo "make docs       set up, then build the documentation into build/site"
 	@echo "make build      compile for every GPU architecture that nvcc knows of the supported ones"
+	@echo "make wheel      set up, then build source archive and wheel into dist/ (CUDA included if nvcc is found)"
 	@echo "make venv       the environment alone ($(VENV), with the pinned SGLang)"
 	@echo "make clean      remove what was compiled or written by a run; distclean: the environment too"
 
@@ -29,6 +31,10 @@ venv:
 
 build:
 	@$(SETUP) build
+
+wheel:
+	@$(SETUP) sglang
+	@$(RUN) tools/wheel.py $(ARGS)
 
 demo:
 	@$(SETUP) patched --arch local
@@ -45,6 +51,10 @@ test:
 test-full:
 	@$(SETUP) patched --arch local
 	@$(RUN) -m pytest tests/server --full $(ARGS)
+
+docs:
+	@$(SETUP) sglang
+	@$(RUN) -m mkdocs build --strict $(ARGS)
 
 clean:
 	rm -rf build python/*.egg-info python/treewy_sglang/*.so .pytest_cache .hypothesis .demo $(VENV)/.stamps/build

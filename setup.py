@@ -1,4 +1,5 @@
-"""Builds treewy_sglang/_ops.so (tensor operators, CPU and CUDA) and treewy_sglang/_host (host-side facts).
+"""Builds treewy_sglang/_ops.so (tensor operators, CPU and CUDA) and treewy_sglang/_host (host-side facts), and puts the
+patch series into the wheel.
 
 Environment:
   TREEWY_CUDA=0|1        leave the CUDA operators out, or insist on them. Unset: they are built if nvcc is found.
@@ -11,6 +12,7 @@ not; build_ext --inplace), so a second build compiles only what changed. What pt
 is kept in build/ptxas.log.
 """
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -23,6 +25,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "python" / "treewy_sglang"
@@ -33,10 +37,38 @@ def version():
     return re.search(r'__version__ = "([^"]+)"', (PACKAGE / "_version.py").read_text()).group(1)
 
 
+def pinned_sglang():
+    """The requirement for the SGLang that the patches are written against."""
+    return "sglang==" + re.search(r"^version:\s*(\S+)", (ROOT / "patches" / "UPSTREAM").read_text(), re.M).group(1)
+
+
+def required_torch():
+    """torch's C++ interface holds for one minor release, so a wheel goes with the torch that it was compiled against."""
+    try:
+        release = importlib.metadata.version("torch").partition("+")[0].split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return "torch"  # a source distribution: nothing is compiled yet
+    return f"torch=={release[0]}.{release[1]}.*"
+
+
+# Here and not in pyproject.toml because one of them takes its version from patches/UPSTREAM.
+EXTRAS = {
+    "sglang": [pinned_sglang()],
+    "test": ["pytest", "hypothesis", "ninja", "pybind11>=2.13", "setuptools>=64", "wheel"],
+    "plot": ["matplotlib"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
+}
+
+
 def git_commit():
-    """Commit of the source, "-dirty" when files differ from it, "unknown" outside a checkout."""
+    """Commit of the source, "-dirty" when files differ from it, "unknown" outside a checkout. A source distribution
+    carries it in a file."""
+    if (ROOT / "GIT_COMMIT").exists():
+        return (ROOT / "GIT_COMMIT").read_text().strip()
     try:
         run = lambda *a: subprocess.run(["git", "-C", str(ROOT), *a], capture_output=True, text=True, check=True).stdout
+        if Path(run("rev-parse", "--show-toplevel").strip()).resolve() != ROOT:
+            return "unknown"  # unpacked somewhere inside another project's checkout
         commit = run("rev-parse", "--short=12", "HEAD").strip()
         return commit + ("-dirty" if run("status", "--porcelain", "--untracked-files=no", "--", "csrc", "setup.py").strip() else "")
     except (OSError, subprocess.CalledProcessError):
@@ -134,7 +166,7 @@ class NinjaBuild(build_ext):
             import pybind11
             import torch
         except ImportError as e:
-            sys.exit(f"treewy: the build needs {e.name} in this Python; install it and pass --no-build-isolation to pip")
+            sys.exit(f"treewy: the build needs {e.name} in this Python; install it, or build without --no-build-isolation")
         cuda = Cuda()
         what = f"CPU + CUDA ({';'.join(cuda.names())})" if cuda.on else "CPU-only"
         line = f"treewy: building {what} operators: {cuda.reason}"
@@ -236,10 +268,43 @@ class NinjaBuild(build_ext):
             os.replace(fresh, target)
 
 
+class PackageWithPatches(build_py):
+    """The series goes into the wheel as treewy_sglang/patches, so that `treewy patch` needs no checkout. Editable installs
+    read the checkout's own (see patching/series.py: locate)."""
+
+    def _series(self):
+        listed = [p for p in sorted((ROOT / "patches").iterdir()) if p.suffix == ".patch" or p.name in ("UPSTREAM", "series")]
+        return [(p, Path(self.build_lib) / "treewy_sglang" / "patches" / p.name) for p in listed]
+
+    def run(self):
+        super().run()
+        if getattr(self, "editable_mode", False):
+            return
+        # A patch that has gone from the series must go from a build directory that is used again.
+        shutil.rmtree(Path(self.build_lib) / "treewy_sglang" / "patches", ignore_errors=True)
+        for source, target in self._series():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+
+    def get_outputs(self, include_bytecode=True):
+        series = [] if getattr(self, "editable_mode", False) else [str(target) for _, target in self._series()]
+        return super().get_outputs(include_bytecode) + series
+
+
+class SourceWithCommit(sdist):
+    """Notes the commit, which no git can tell once the archive is unpacked."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        (Path(base_dir) / "GIT_COMMIT").write_text(git_commit() + "\n")
+
+
 if __name__ == "__main__":  # tests import this file
     setup(
         version=version(),
+        install_requires=[required_torch()],
+        extras_require=EXTRAS,
         package_dir={"": "python"},
         ext_modules=[Extension("treewy_sglang._ops", []), Extension("treewy_sglang._host", [])],
-        cmdclass={"build_ext": NinjaBuild},
+        cmdclass={"build_ext": NinjaBuild, "build_py": PackageWithPatches, "sdist": SourceWithCommit},
     )

@@ -199,7 +199,7 @@ def main():
     machine = dict(cpu=cpu_name(), isa=info["cpu_isa"], threads=torch.get_num_threads(), clock=args.clock, torch=torch.__version__, commit=info["git_commit"])
     print("#", json.dumps(machine))
     print(f"{'shape':34} {'measured':8} {'treewy ms':>10} {'torch ms':>10} {'speed-up':>9}   error / torch's")
-    slower, lines = [], []
+    slower, lines, unprinted = [], [], []
     requests = (1, 4) if args.quick else (1, 4, 16)
     for (H, HV), state, n, (label, (shape, T)) in itertools.product(
         ((4, 8), (16, 32)), (torch.float32, torch.bfloat16), requests, SHAPES.items()
@@ -254,21 +254,22 @@ def main():
         for what, (operator, baseline) in cases.items():
             ours, theirs, ratio, repeats = measure(operator, baseline, slots, 9 if args.quick else 25, 2.0 if args.quick else 5.0)
             print(f"{name:34} {what:8} {ours:10.3f} {theirs:10.3f} {ratio:8.1f}x   {error:.2f}", flush=True)
-            lines.append(dict(
+            line = dict(
                 kernel=what, N=n, T=T, shape=label, H=H, HV=HV, K=128, state=str(state)[6:], act=str(x.q.dtype)[6:], treewy_ms=ours,
                 torch_ms=theirs, speedup=ratio, repeats=repeats, torch_way="elementwise" if plain.elementwise else "bmm",
                 error_of_torch=error, **machine,
-            ))  # fmt: skip
+            )  # fmt: skip
+            lines.append(line)
+            if args.json:
+                with open(args.json, "a") as f:  # at once: a run of half an hour may be interrupted
+                    f.write(json.dumps(line) + "\n")
+            else:
+                unprinted.append(line)
             if not ratio >= 1.0:
                 slower.append(f"{name} {what}: {ratio:.2f}x")
         del keep
         gc.collect()
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if args.json:
-        with open(args.json, "a") as f:
-            f.write(text)
-    else:
-        print(text, end="")
+    print("".join(json.dumps(line) + "\n" for line in unprinted), end="")
     if lines:
         ratios = [line["speedup"] for line in lines]
         print(f"# {len(lines)} measurements, speed-up {min(ratios):.1f}x to {max(ratios):.1f}x, median {statistics.median(ratios):.1f}x")

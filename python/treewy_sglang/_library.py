@@ -24,17 +24,27 @@ def _built():
     return _host.build_info()
 
 
+def _release(version):
+    """2.11.0+cu130 -> ["2", "11"]: torch keeps its C++ interface within one of these."""
+    return version.partition("+")[0].split(".")[:2]
+
+
 def _load():
     if not _PATH.exists():
         raise ImportError(f"treewy_sglang is not built: {_PATH} is missing. Build it with: {_REBUILD}")
+    built = _built()["torch_version"]
+    # Before loading: another torch may have every symbol and still lay its objects out differently.
+    if _release(built) != _release(torch.__version__):
+        raise ImportError(
+            f"treewy_sglang was built against torch {built} and does not fit torch {torch.__version__}. Install that torch "
+            f"with: python -m pip install torch=={built.partition('+')[0]}; or rebuild with: {_REBUILD}"
+        )
     try:
         torch.ops.load_library(str(_PATH))
     except OSError as e:
-        # Almost always another torch than the one it was built against; say which before the linker's message.
-        built = _built()["torch_version"]
         raise ImportError(
             f"treewy_sglang was built against torch {built} and does not load under torch {torch.__version__}. "
-            f"Rebuild it with: {_REBUILD}. The loader says: {e}"
+            f"Rebuild it with: {_REBUILD}. `treewy doctor` says more. The loader says: {e.__cause__ or e}"
         ) from e
 
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
 from typing import Optional, Sequence
 
 # Modules with `register(subparsers)`, which adds a parser whose default `run` takes the parsed options and returns
 # the exit code.
-COMMANDS = ("treewy_sglang.patching.command",)
+COMMANDS = (
+    "treewy_sglang.patching.command",
+    "treewy_sglang.doctor",
+    "treewy_sglang.planner.command",
+    "treewy_sglang.demo.command",
+)
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own arguments, and the server's after --."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:split]), list(argv[split + 1 :])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -20,5 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    options = build_parser().parse_args(arguments)
+    arguments, rest = split_arguments(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if rest and not hasattr(options, "server_arguments"):
+        parser.error(f"treewy {options.command} hands nothing on to a server: {' '.join(rest)}")
+    options.server_arguments = rest
     return options.run(options)

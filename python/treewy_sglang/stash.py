@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .sizes import ACTIVATION, FLOAT32, stash_row_bytes, stash_shapes
+
 
 @dataclass(frozen=True)
 class StashLayer:
@@ -37,16 +39,9 @@ class Stash:
     conv: torch.Tensor | None = None
 
     @staticmethod
-    def _shapes(layers, rows, nodes, key_heads, value_heads, key_dim, value_dim, conv_dim, activation_dtype):
-        shapes = {
-            "u": ((layers, rows, value_heads, nodes, value_dim), torch.float32),
-            "k": ((layers, rows, key_heads, nodes, key_dim), activation_dtype),
-            "k_rnorm": ((layers, rows, key_heads, nodes), torch.float32),
-            "g": ((layers, rows, value_heads, nodes), torch.float32),
-        }
-        if conv_dim is not None:
-            shapes["conv"] = ((layers, rows, nodes, conv_dim), activation_dtype)
-        return shapes
+    def _shapes(activation_dtype, **dimensions):
+        kinds = {FLOAT32: torch.float32, ACTIVATION: activation_dtype}
+        return {name: (shape, kinds[kind]) for name, (shape, kind) in stash_shapes(**dimensions).items()}
 
     @classmethod
     def allocate(
@@ -55,8 +50,9 @@ class Stash:
     ):  # fmt: skip
         """An uninitialised stash for `rows` requests of up to `nodes` draft nodes. conv_dim: D = 2*H*K + HV*V, or None."""
         shapes = cls._shapes(
-            layers, rows, nodes, key_heads, value_heads, key_dim, value_dim, conv_dim, activation_dtype
-        )
+            activation_dtype, layers=layers, rows=rows, nodes=nodes, key_heads=key_heads, value_heads=value_heads,
+            key_dim=key_dim, value_dim=value_dim, conv_dim=conv_dim,
+        )  # fmt: skip
         return cls(**{name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()})
 
     @staticmethod
@@ -64,10 +60,12 @@ class Stash:
         *, layers, nodes, key_heads, value_heads, key_dim, value_dim, conv_dim=None, activation_dtype=torch.bfloat16
     ):
         """Bytes that one request costs, all layers together."""
-        shapes = Stash._shapes(
-            layers, 1, nodes, key_heads, value_heads, key_dim, value_dim, conv_dim, activation_dtype
-        )
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+        return sum(
+            stash_row_bytes(
+                activation_bytes=activation_dtype.itemsize, layers=layers, nodes=nodes, key_heads=key_heads,
+                value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_dim=conv_dim,
+            ).values()
+        )  # fmt: skip
 
     def layer(self, i):
         """A view of layer `i`, to hand to verify."""

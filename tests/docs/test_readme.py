@@ -39,7 +39,7 @@ def test_the_two_commands_are_the_shell_blocks():
 
 def test_treewy_commands_answer():
     """Every `treewy a b` in the documents is a command of the program."""
-    cited = {c for p in DOCUMENTS for c in re.findall(r"treewy (patch [a-z]+)", p.read_text())}
+    cited = {c for p in DOCUMENTS for c in re.findall(r"treewy (patch [a-z]+|doctor|demo|serve)\b", p.read_text())}
     assert cited
     for command in sorted(cited):
         done = subprocess.run([sys.executable, "-m", "treewy_sglang", *command.split(), "--help"], capture_output=True, text=True)

@@ -146,3 +146,12 @@ def unpatched_answers(start, unpatched, candidates) -> list[Answer]:
         wait_idle(server)
         check_log(server)
     return answers
+
+
+@pytest.fixture(scope="session", params=["chain3", "tree16", "tree64", "ngram16"])
+def server(request, start, patched, reference):
+    """A server with drafts verified by TreeWY; the reference has been taken before it starts."""
+    from treewy_sglang.demo import server as modes
+
+    with start(getattr(modes, request.param.upper()), patched, request.param) as running:
+        yield running

@@ -12,9 +12,7 @@ import pytest
 from matrix import loads
 from server_harness import ROOT, Aborts, ask_all, check_log, difference, margins, wait_idle
 
-from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, TREE64, ServerFailed
-
-MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
+from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, ServerFailed
 
 
 def test_prompts_are_of_mixed_length_and_share_prefixes(prompts, load):
@@ -69,13 +67,6 @@ def test_without_the_flag_patched_is_unpatched_to_the_bit(plain, unpatched_answe
         assert a.meta["output_token_logprobs"] == b.meta["output_token_logprobs"], f"prompt {i}"
 
 
-@pytest.fixture(scope="session", params=list(MODES))
-def server(request, start, patched, reference):
-    """A server with drafts verified by TreeWY; the reference has been taken before it starts."""
-    with start(MODES[request.param], patched, request.param) as running:
-        yield running
-
-
 @pytest.fixture(scope="session")
 def answered(server, prompts, load):
     """All prompts through `server`, with aborts in between."""
@@ -114,6 +105,18 @@ def test_treewy_is_what_ran(answered, server):
     assert facts["nodes_verified"] == facts["requests_verified"] * server.mode.nodes
     assert 0 < facts["stash_bytes_per_request"] < facts["snapshot_bytes_per_request"]
     assert not any(facts["errors"].values()), facts["errors"]
+
+
+def test_treewy_plan_says_what_the_server_says(answered, server, checkpoint):
+    from treewy_sglang.planner import Draft, Server, load, plan
+
+    nodes, topk = server.mode.nodes, 1 if server.mode is CHAIN3 else 2  # any tree takes the same memory
+    fits = plan(load(str(checkpoint)), Draft.make(nodes=nodes, topk=topk), Server(device="cpu", gpu_memory=2.0)).fits
+    facts = server.state()["treewy"]
+    assert fits["treewy"].total == pytest.approx(facts["stash_bytes_per_request"], rel=0.01)
+    assert fits["snapshot"].total == pytest.approx(facts["snapshot_bytes_per_request"], rel=0.01)
+    said = f"snapshot={fits['snapshot'].total} stash={fits['treewy'].total} bytes (T={nodes}, "
+    assert said in server.log_text()
 
 
 def test_streaming(answered, server, prompts, reference, load):

@@ -291,6 +291,12 @@ def make_checkpoint(
     return path
 
 
+def trained_checkpoint() -> Path | None:
+    """The trained checkpoint beside this file, where this copy of the package holds one (bench/checkpoint makes it)."""
+    path = Path(__file__).parent / "trained"
+    return path if (path / "model.safetensors").exists() else None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make a small seeded Qwen3-Next checkpoint.")
     parser.add_argument("directory")

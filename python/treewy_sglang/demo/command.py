@@ -1,19 +1,24 @@
-"""`make demo` and `make serve`."""
+"""`treewy demo` and `treewy serve`; `make demo` and `make serve` in a checkout."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import json
+import os
+import shlex
+import shutil
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from treewy_sglang.cli import split_arguments
 from treewy_sglang.demo.prompts import SHOWN
 from treewy_sglang.demo.server import CHAIN3, NGRAM16, PLAIN, TREE16, Mode, Server, ServerFailed
 
+END_OF_ANSWER = "<|im_end|>"
 MODES = {"plain": PLAIN, "chain": CHAIN3, "tree": TREE16, "ngram": NGRAM16}
 
 
@@ -81,8 +86,9 @@ class Result:
         return same, near, len(margins) - same - near
 
 
-def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool = False) -> Answer:
-    """One streamed answer through the OpenAI-compatible API."""
+def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool = False, ends: bool = False) -> Answer:
+    """One streamed answer through the OpenAI-compatible API, always `new_tokens` long so that runs can be compared. `ends`: the
+    model ends its answers by itself; what it writes after that is not shown."""
     stream = client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": prompt}],
@@ -90,7 +96,7 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
         max_tokens=new_tokens,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, **({"skip_special_tokens": False} if ends else {})},
         **(dict(logprobs=True, top_logprobs=2) if margins else {}),
     )
     answer = Answer()
@@ -101,9 +107,10 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
             continue
         choice = event.choices[0]
         if piece := choice.delta.content:
+            shown = ends and END_OF_ANSWER in answer.text
             answer.text += piece
-            if live:
-                print(piece.replace("\n", "\n    "), end="", flush=True)
+            if live and not shown:
+                print((piece.partition(END_OF_ANSWER)[0] if ends else piece).replace("\n", "\n    "), end="", flush=True)
         if margins and choice.logprobs is not None:
             for token in choice.logprobs.content or []:
                 first, second = sorted((top.logprob for top in token.top_logprobs), reverse=True)
@@ -112,7 +119,9 @@ def chat(client, prompt: str, new_tokens: int, live: bool = False, margins: bool
     return answer
 
 
-def ask(server: Server, prompts: list[str], new_tokens: int) -> Result:
+def ask(server: Server, prompts: list[str], new_tokens: int, ends: bool = False) -> Result:
+    import functools
+
     import openai
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
@@ -120,12 +129,13 @@ def ask(server: Server, prompts: list[str], new_tokens: int) -> Result:
     say(f"  asking {prompts[0]!r}; the answer as it comes:")
     print("    ", end="")
     margins = server.dtype != "float32"
-    first = chat(client, prompts[0], new_tokens, live=True, margins=margins)
+    one = functools.partial(chat, client, new_tokens=new_tokens, margins=margins, ends=ends)
+    first = one(prompts[0], live=True)
     print()
     say(f"  asking {len(prompts)} prompts at once, {new_tokens} tokens each ...")
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: chat(client, prompt, new_tokens, margins=margins), prompts))
+        answers = list(pool.map(one, prompts))
     result.seconds = time.monotonic() - started
     result.answers = [*answers, first]
     result.tokens = sum(a.tokens for a in answers)
@@ -172,14 +182,33 @@ def table(results: list[Result], dtype: str) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def describe(model: Path) -> None:
+    """What the trained checkpoint's own card says."""
+    card = json.loads((model / "card.json").read_text())
+    say(f"checkpoint: a trained Qwen3-Next of {card['parameters'] / 1e6:.1f} million parameters, byte level ({model})")
+    say(f"  trained on: {card['text']['source']}; asked: held-out questions about it")
+    measured = card["accepted_length"]
+    for kind, words in (("text", "continuations of held-out files"), ("questions", "answers to held-out questions")):
+        lengths = ", ".join(f"{name} {value['accepted_length']:.2f}" for name, value in measured[kind].items() if isinstance(value, dict))
+        say(f"  accepted length without a server, {words}: {lengths} ({measured['device']})")
+
+
 def prepare(args: argparse.Namespace) -> tuple[Path, str]:
-    from treewy_sglang.demo.checkpoint import make_checkpoint
+    from treewy_sglang.demo.checkpoint import make_checkpoint, trained_checkpoint
 
     started = time.monotonic()
     work = Path(args.work)
+    trained = trained_checkpoint()
+    if args.checkpoint == "trained" and trained is None:
+        raise SystemExit("this copy of the package holds no trained checkpoint; bench/checkpoint/README.md says how it is made")
+    args.prompts, args.ends = list(SHOWN), False
     if args.model:
         model = Path(args.model)
         say(f"checkpoint: {model}")
+    elif trained is not None and args.checkpoint != "seeded":
+        model = trained
+        describe(model)
+        args.prompts, args.ends = json.loads((model / "held_out.json").read_text())["prompts"], True
     else:
         say("checkpoint: a small seeded Qwen3-Next (random layers, fitted head) ...")
         model = make_checkpoint(work / "checkpoint", seed=args.seed)
@@ -202,7 +231,22 @@ def start(args: argparse.Namespace, model: Path, device: str, mode: Mode, **more
     )  # fmt: skip
 
 
+def stop_on_sigterm() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server, a session of its own, is stopped too
+
+
+def default_modes() -> list[str]:
+    """All, but for the NGRAM corpus where there is nothing to compile it with: SGLang compiles it at start."""
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(shlex.split(compiler)[0]):
+        return list(MODES)
+    say(f"no C++ compiler ({compiler}) was found: NGRAM drafts, which SGLang compiles a part of at start, are left out")
+    return [name for name in MODES if name != "ngram"]
+
+
 def run(args: argparse.Namespace) -> int:
+    stop_on_sigterm()
+    args.modes = args.modes or default_modes()
     model, device = prepare(args)
     results = []
     for number, name in enumerate(args.modes, 1):
@@ -212,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             with start(args, model, device, mode) as server:
                 say(f"  answers after {time.monotonic() - started:.0f} s (log: {server.log})")
-                results.append(ask(server, list(SHOWN), args.tokens))
+                results.append(ask(server, args.prompts, args.tokens, args.ends))
         except ServerFailed as failure:
             say(f"FAILED: {mode.name}: {failure}")
             return 1
@@ -238,6 +282,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
+    stop_on_sigterm()
     model, device = prepare(args)
     mode = MODES[args.mode]
     say(f"server: {mode.name}, port {args.port}")
@@ -247,12 +292,13 @@ def serve(args: argparse.Namespace) -> int:
     except ServerFailed as failure:
         say(f"FAILED: {failure}")
         return 1
+    question = json.dumps(args.prompts[0]).replace("'", "\\u0027")  # it stands between single quotes
     print(f"""
 The server answers at {server.url} (log: {server.log}). Try, in another terminal:
 
   curl -N {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
     "model": "default", "stream": true, "max_tokens": 128, "temperature": 0,
-    "messages": [{{"role": "user", "content": "What is a draft?"}}]}}'
+    "messages": [{{"role": "user", "content": {question}}}]}}'
 
 Ctrl-C stops it.""", flush=True)  # fmt: skip
     try:
@@ -266,30 +312,54 @@ Ctrl-C stops it.""", flush=True)  # fmt: skip
         server.stop()
 
 
-def main(argv: list[str] | None = None) -> int:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--work", default=".demo", help="directory of checkpoint and logs (default: .demo)")
-    common.add_argument("--model", help="another Qwen3-Next checkpoint than the small seeded one")
-    common.add_argument("--seed", type=int, default=0, help="of the small checkpoint")
-    common.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    common.add_argument("--dtype", choices=list(NEAR_TIE),
+def options_of_run(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES),
+                        help="the first one is the reference; default: all that this machine can run")
+    parser.add_argument("--json", help="also write the results there")
+    parser.set_defaults(run=run)
+
+
+def options_of_serve(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--mode", choices=list(MODES), default="tree")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.set_defaults(run=serve)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "what follows -- goes to the server as it is"
+    parser.add_argument("--work", default=".demo", help="directory of checkpoint and logs (default: .demo)")
+    parser.add_argument("--model", help="another Qwen3-Next checkpoint than the small ones")
+    parser.add_argument("--checkpoint", choices=["auto", "trained", "seeded"], default="auto",
+                        help="which small one: the trained one where this copy holds it, else one made from a seed")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the seeded checkpoint")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=list(NEAR_TIE),
                         help="default: float32 on cpu, where greedy answers are then compared byte for byte; bfloat16 on cuda")  # fmt: skip
-    parser = argparse.ArgumentParser(prog="python -m treewy_sglang.demo", description="TreeWY on a small model.",
-                                     epilog="what follows -- goes to the server as it is")  # fmt: skip
+    parser.set_defaults(server_arguments=[])
+
+
+COMMANDS = {
+    "run": (options_of_run, "answer prompts with and without drafts, and compare"),
+    "serve": (options_of_serve, "leave a server running on the small model"),
+}
+
+
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """`treewy demo` and `treewy serve`."""
+    for name, (options, help) in COMMANDS.items():
+        options(commands.add_parser("demo" if name == "run" else name, help=help, description=help[0].upper() + help[1:] + "."))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m treewy_sglang.demo", description="TreeWY on a small model.")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("run", parents=[common], help="answer prompts with and without drafts, and compare")
-    demo.add_argument("--tokens", type=int, default=128, help="new tokens per answer")
-    demo.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="the first one is the reference")
-    demo.add_argument("--json", help="also write the results there")
-    demo.set_defaults(function=run)
-    server = commands.add_parser("serve", parents=[common], help="leave a server running")
-    server.add_argument("--mode", choices=list(MODES), default="tree")
-    server.add_argument("--host", default="127.0.0.1")
-    server.add_argument("--port", type=int, default=30000)
-    server.set_defaults(function=serve)
-    argv = list(sys.argv[1:] if argv is None else argv)
-    split = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:split])
-    args.server_arguments = argv[split + 1 :]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server, a session of its own, is stopped too
-    return args.function(args)
+    for name, (options, help) in COMMANDS.items():
+        options(commands.add_parser(name, help=help))
+    argv, rest = split_arguments(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    args.server_arguments = rest
+    return args.run(args)

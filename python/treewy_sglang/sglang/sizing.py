@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Optional
+
+from treewy_sglang.sizes import slots_within, snapshot_slots_within
 
 GIB = 1 << 30
 
@@ -65,25 +67,6 @@ def stash_rows(running_requests: int, server_args: Any = None) -> int:
     )
 
 
-def slots_within(
-    budget: int, *, slot_bytes: int, row_bytes: int, slots_per_request: int, requested: int, rows: Callable[[int], int]
-) -> int:
-    """The most state slots that fit a budget of bytes together with the stash rows of the requests they can run.
-    The pool adds one padding slot; `rows(n)` is the number of stash rows for n running requests."""
-
-    def cost(slots: int) -> int:
-        return (slots + 1) * slot_bytes + rows(min(requested, slots // slots_per_request)) * row_bytes
-
-    low, high = 0, max(0, budget // slot_bytes)  # cost(low) may exceed the budget: then there is no slot at all
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cost(middle) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def split_budget(configurator: Any, rest_gib: float) -> float:
     """Set SGLang's max_mamba_cache_size; return the GiB left for the KV cache."""
     global _plan
@@ -117,9 +100,10 @@ def split_budget(configurator: Any, rest_gib: float) -> float:
             rows=stash_rows,
         )
     snapshot_slots = slots
-    if budget is not None:  # SGLang's own split: a row of snapshots for every `ratio` slots, and one of padding
-        row = slot_bytes * get_spec().speculative_num_draft_tokens
-        snapshot_slots = max(0, int((budget - slot_bytes - row) // (slot_bytes + row / ratio)))
+    if budget is not None:
+        snapshot_slots = snapshot_slots_within(
+            budget, slot_bytes=slot_bytes, nodes=get_spec().speculative_num_draft_tokens, slots_per_request=ratio
+        )
     rows = stash_rows(min(requested, slots // ratio))
     _plan = Plan(slot_bytes, row_bytes, snapshot_bytes, ratio, requested, slots, rows, snapshot_slots)
     get_context().override("mamba_pool.treewy", max_mamba_cache_size=slots)

@@ -10,6 +10,7 @@ import torch
 
 from treewy_sglang.sglang import sizing, status
 from treewy_sglang.sglang.config import DTYPES, TreeWYRefused
+from treewy_sglang.sizes import conv_window_columns
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ def snapshot_bytes_per_request(pool: Any, topk: int) -> int:
 
     temporal, conv, nodes = pool.mamba_cache.temporal, pool.mamba_cache.conv[0], pool.stash.u.shape[3]
     window = conv.shape[-1]
-    columns = nodes + window - 1 if conv_window_dedup_enabled(False, not conv.is_cuda, topk, False) else nodes * window
+    overlapping = conv_window_dedup_enabled(False, not conv.is_cuda, topk, False)
+    columns = conv_window_columns(nodes, window, overlapping)
     state = temporal[0, 0].numel() * temporal.element_size()
     return temporal.shape[0] * (nodes * state + columns * conv.shape[2] * conv.element_size())
 

@@ -1,0 +1,143 @@
+"""The tables of docs/performance.md, from the rows in bench/results: no figure on that page is typed.
+
+    python tools/performance_tables.py [--write]
+
+Without --write: exit status 1 when the page differs from what the rows say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+PAGE = ROOT / "docs" / "performance.md"
+RUN = "2026-11-30-h200-c4ab29904"
+RESULTS = ROOT / "bench" / "results"
+DRAFTS = (("chain", 4), ("tree", 16), ("tree", 64))
+REQUESTS = (1, 4, 16, 64, 256)
+
+
+def rows() -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / f"kernels-{RUN}.jsonl").read_text().splitlines()]
+
+
+def report():
+    from bench.kernels import report
+
+    return report
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *lines])
+
+
+def provenance() -> str:
+    one = lambda key: ", ".join(sorted({str(r[key]) for r in rows()}))
+    clocks = sorted({r["clock_mhz"] for r in rows()})
+    return (f"Device: {one('gpu')} at {clocks[0]} to {clocks[-1]} MHz. Commit: {one('commit')}. Beside it: SGLang {one('sglang')}, PyTorch "
+            f"{one('torch')}, Triton {one('triton')}. {len(rows())} rows.")  # fmt: skip
+
+
+def comparison(kind: str, ours: str) -> str:
+    found = report()._Rows(rows())
+    value = getattr(found, kind)
+    lines = []
+    for draft, nodes in DRAFTS:
+        for n in REQUESTS:
+            mine = value(n, draft, nodes, ours)
+            if mine is None:
+                continue
+
+            def peer(mode):
+                theirs = value(n, draft, nodes, mode)
+                if theirs is None:
+                    row = found.by.get((n, draft, nodes, mode))
+                    return "-" if row is None else "did not run"
+                return f"{theirs:.0f} ({theirs / mine:.1f}x)"
+
+            lines.append([f"{draft} of {nodes}", str(n), f"{mine:.0f}" if mine >= 20 else f"{mine:.1f}", peer("snapshot"), peer("replayssm")])
+    return markdown(["draft", "requests", "TreeWY", "snapshots", "ReplaySSM"], lines)
+
+
+def targets() -> str:
+    names = {True: "met", False: "missed", None: "not measured"}
+    return markdown(
+        ["what", "aim", "measured", "verdict"],
+        [[name, threshold, measured, names[met]] for name, threshold, measured, met in report().targets(rows())],
+    )
+
+
+def exactness() -> str:
+    accuracy = json.loads((RESULTS / f"accuracy-{RUN}.json").read_text())["accuracy"]
+    everything = accuracy["groups"]["all"]
+    lines = [
+        [f"worst error of {what}, {accuracy['cases']} random cases", f"{everything[key]['error']:.1e}", f"{everything[key]['yardstick']:.1e}"]
+        for what, key in (("an output", "out"), ("a committed state", "state"))
+    ]
+    for drift in json.loads((RESULTS / f"drift-{RUN}.json").read_text())["drift"]:
+        last = drift["points"][-1]
+        lines.append([f"state after {last['cycle']} verify/commit cycles, {drift['draft']} of {drift['nodes']}",
+                      f"{last['treewy']:.1e}", f"{last['float32']:.1e}"])  # fmt: skip
+    return markdown(["what", "TreeWY", "float32 recurrence"], lines)
+
+
+def memory() -> str:
+    lines = []
+    for shape in sorted({r["shape"] for r in rows()}):
+        for draft in ("chain", "tree"):
+            found = {(r["stash_bytes_per_node"], r["snapshot_bytes_per_node"]) for r in rows() if (r["shape"], r["draft"]) == (shape, draft)}
+            ((stash, snapshot),) = found
+            lines.append([shape, draft, f"{stash / 1024:.1f} KiB", f"{snapshot / 1024:.0f} KiB", f"{snapshot / stash:.1f}x"])
+    return markdown(["shape", "draft", "TreeWY", "snapshot", "ratio"], lines)
+
+
+def cliff() -> str:
+    found = report()._Rows(rows())
+    lines = []
+    for n in (1, 4, 16, 64):
+        cells = [found.get(n, "tree", nodes, "treewy-fused-conv", "verify_us") for nodes in (64, 128)]
+        lines.append([str(n), *("-" if c is None else f"{c:.0f}" for c in cells)])
+    return markdown(["requests", "tree of 64", "tree of 128"], lines)
+
+
+PARTS = {
+    "provenance": provenance,
+    "operators": lambda: comparison("total", "treewy"),
+    "whole": lambda: comparison("whole", "treewy-fused-conv"),
+    "targets": targets,
+    "exactness": exactness,
+    "memory": memory,
+    "cliff": cliff,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every part between its two comments made anew."""
+    for name, make in PARTS.items():
+        pattern = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- figures: end -->)", re.S)
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(f"{PAGE.name} must have one part 'figures: {name}'")
+        text = pattern.sub(lambda found: f"{found[1]}\n{make()}\n\n{found[2]}", text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the tables")
+    write = parser.parse_args().write
+    text, made = PAGE.read_text(), filled(PAGE.read_text())
+    if text == made:
+        return 0
+    if write:
+        PAGE.write_text(made)
+    print(f"{PAGE.relative_to(ROOT)} {'written' if write else 'is not what the rows say'}")
+    return 0 if write else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
