@@ -105,6 +105,33 @@ def cliff() -> str:
     return markdown(["requests", "tree of 64", "tree of 128"], lines)
 
 
+CPU_RUN = "2026-12-01-epyc-299862783655"
+
+
+def cpu_rows() -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / f"cpu-kernels-{CPU_RUN}.jsonl").read_text().splitlines()]
+
+
+def cpu_provenance() -> str:
+    one = lambda key: ", ".join(sorted({str(r[key]) for r in cpu_rows()}))
+    ratios = sorted(r["speedup"] for r in cpu_rows())
+    return (f"Device: {one('cpu')}, {one('threads')} thread, instructions {one('isa')}. Commit: {one('commit')}. PyTorch {one('torch')}. Over all "
+            f"{len(ratios)} rows the operators take between 1/{ratios[0]:.1f} and 1/{ratios[-1]:.0f} of the time of the recurrence.")  # fmt: skip
+
+
+def cpu() -> str:
+    lines = []
+    for shape in ("chain 4", "tree 16", "tree 64"):
+        for n in (1, 4):
+            cells = []
+            for kernel in ("verify", "conv", "round"):
+                for state in ("float32", "bfloat16"):
+                    (row,) = [r for r in cpu_rows() if (r["kernel"], r["shape"], r["N"], r["H"], r["HV"], r["state"]) == (kernel, shape, n, 16, 32, state)]
+                    cells.append(f"{row['speedup']:.1f}x")
+            lines.append([shape.replace(" ", " of "), str(n), *(" / ".join(cells[i : i + 2]) for i in (0, 2, 4))])
+    return markdown(["draft", "requests", "verify", "with the convolution", "verify and commit"], lines)
+
+
 PARTS = {
     "provenance": provenance,
     "operators": lambda: comparison("total", "treewy"),
@@ -113,6 +140,8 @@ PARTS = {
     "exactness": exactness,
     "memory": memory,
     "cliff": cliff,
+    "cpu provenance": cpu_provenance,
+    "cpu": cpu,
 }
 
 

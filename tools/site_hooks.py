@@ -20,8 +20,6 @@ OUTSIDE = {
     "bench.md": "bench/README.md",
     "changelog.md": "CHANGELOG.md",
 }
-# Pages of the navigation that may be missing from a tree: they belong to parts that come and go as a whole.
-OPTIONAL = ("capacity.md", "doctor.md")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -44,22 +42,6 @@ def pages() -> dict[str, str]:
             if picture and ":" not in link and target(source, link) not in found:
                 found[target(source, link)] = f"pictures/{PurePosixPath(link).name}"
     return found
-
-
-def present(entries: list) -> list:
-    """The navigation without optional pages that are not there."""
-    kept = []
-    for entry in entries:
-        if isinstance(entry, dict):
-            kept += [{title: present(below) if isinstance(below, list) else below} for title, below in entry.items()]
-        elif entry not in OPTIONAL or (ROOT / "docs" / entry).is_file():
-            kept.append(entry)
-    return kept
-
-
-def on_config(config):
-    config.nav = present(config.nav)
-    return config
 
 
 def on_files(files, config):

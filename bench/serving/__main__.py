@@ -29,6 +29,8 @@ if str(ROOT / "python") not in sys.path:
 
 from . import client, modes, plots, presets, rows, server  # noqa: E402
 
+from treewy_sglang.demo.server import ServerFailed  # noqa: E402
+
 DEFAULTS = {
     "modes": ["none", "snapshot-chain4", "treewy-chain4"], "memory": ["ample"], "concurrency": [1, 8, 32], "repeats": 1,
     "accept": "real", "input_len": 256, "output_len": 192, "rounds": 3, "device": "cuda", "dtype": "auto", "warmup": 8,
@@ -38,16 +40,27 @@ DEFAULTS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="bench.serving", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="bench.serving", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("--model", type=Path, help="a checkpoint (default: the demo's, made on first use)")
-    p.add_argument("--dims", help="dimensions with dummy weights instead: a built-in model of `treewy plan`, or its config.json")
+    p.add_argument(
+        "--dims", help="dimensions with dummy weights instead: a built-in model of `treewy plan`, or its config.json"
+    )
     p.add_argument("--layers", type=int, help="with --dims: fewer layers, in fours")
     p.add_argument("--modes", nargs="+", help=modes.__doc__.split("\n\n", 1)[1])
-    p.add_argument("--memory", nargs="+", metavar="NAME[=F|=slots:N]",
-                   help="tight or ample with a --mem-fraction-static, or with a number of state slots; a name can come twice")
+    p.add_argument(
+        "--memory",
+        nargs="+",
+        metavar="NAME[=F|=slots:N]",
+        help="tight or ample with a --mem-fraction-static, or with a number of state slots; a name can come twice",
+    )
     p.add_argument("--concurrency", nargs="+", type=int)
     p.add_argument("--repeats", type=int, help="client runs of each case on the same server")
-    p.add_argument("--accept", help="accepted length: real, published (simulated: 3.2 for chains, 3.38 and 3.58 for trees), or a number")
+    p.add_argument(
+        "--accept",
+        help="accepted length: real, published (simulated: 3.2 for chains, 3.38 and 3.58 for trees), or a number",
+    )
     p.add_argument("--input-len", type=int)
     p.add_argument("--output-len", type=int)
     p.add_argument("--rounds", type=int, help="prompts a client run sends, times the concurrency; 8 at least")
@@ -56,11 +69,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype")
     p.add_argument("--context-length", type=int)
     p.add_argument("--server-args", type=shlex.split, help="more for sglang.launch_server, in quotes")
-    p.add_argument("--client-args", type=shlex.split, default=[], help="more for sglang.bench_serving, in quotes; the last one counts")
+    p.add_argument(
+        "--client-args",
+        type=shlex.split,
+        default=[],
+        help="more for sglang.bench_serving, in quotes; the last one counts",
+    )
     p.add_argument("--python", default=sys.executable, help="the Python that has SGLang (default: this one)")
     p.add_argument("--start-timeout", type=float, metavar="SECONDS")
     p.add_argument("--client-timeout", type=float, metavar="SECONDS")
-    p.add_argument("--quick", action="store_true", default=None, help="for Qwen3-Next: import no other model files; on CPU one thread")
+    p.add_argument(
+        "--quick",
+        action="store_true",
+        default=None,
+        help="for Qwen3-Next: import no other model files; on CPU one thread",
+    )
     p.add_argument("--preset", choices=list(presets.PRESETS), help="options for one H200; what is given besides wins")
     p.add_argument("--list-presets", action="store_true")
     p.add_argument("--budget", type=float, metavar="SECONDS", help="start no server and no client run after this long")
@@ -167,7 +190,11 @@ class Progress:
 def short(error: BaseException) -> str:
     """One line of an error, with what the end of a log says of its cause."""
     text = " ".join(str(error).split())
-    causes = [line.strip() for line in str(error).splitlines() if line.strip().startswith(("RuntimeError", "ValueError", "torch.", "AssertionError", "TreeWY"))]
+    causes = [
+        line.strip()
+        for line in str(error).splitlines()
+        if line.strip().startswith(("RuntimeError", "ValueError", "torch.", "AssertionError", "TreeWY"))
+    ]
     cause = next((line for line in reversed(causes)), "")
     if cause and cause[:80] not in text[:400]:
         text = f"{text[:160]} ... {cause}"
@@ -232,13 +259,13 @@ class Runner:
                         running = None
                     try:
                         running, pools = self.start(case, progress)
-                    except server.ServerFailed as error:
+                    except ServerFailed as error:
                         for failed in pending[number:]:
                             self.add(failed, {"error": short(error)}, progress)
                         return
                 try:
                     figures = self.measure(running, case, progress)
-                except (client.ClientFailed, server.ServerFailed) as error:
+                except (client.ClientFailed, ServerFailed) as error:
                     reason = short(error) if running.alive() else f"{short(error)}; {running.log_end(3)}"
                     figures = {"error": " ".join(reason.split())[:600]}
                 self.add(case, {**pools, **figures}, progress)
@@ -317,8 +344,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     total = sum(map(len, plan.values()))
     pending = {key: [c for c in group if c not in store.done] for key, group in plan.items()}
     todo = sum(map(len, pending.values()))
-    print(f"bench.serving: {gpu}, commit {commit}, {name}: {todo} of {total} cases, {sum(map(bool, pending.values()))} servers", flush=True)
-    runner = Runner(args, model, name, store, {"gpu": gpu, "commit": commit, "device": args.device, "dtype": args.dtype, **versions()})
+    servers = sum(map(bool, pending.values()))
+    print(f"bench.serving: {gpu}, commit {commit}, {name}: {todo} of {total} cases, {servers} servers", flush=True)
+    runner = Runner(
+        args,
+        model,
+        name,
+        store,
+        {"gpu": gpu, "commit": commit, "device": args.device, "dtype": args.dtype, **versions()},
+    )
     progress = Progress(total, total - todo)
     guard = interrupts()
     next(guard)

@@ -19,7 +19,9 @@ class ClientFailed(RuntimeError):
     """The client ended with an error, or some of its requests were not answered."""
 
 
-def command(case: Case, url: str, model: Path, output: Path, warmup: int, arguments: Sequence[str], python: str) -> list[str]:
+def command(
+    case: Case, url: str, model: Path, output: Path, warmup: int, arguments: Sequence[str], python: str
+) -> list[str]:
     """Random prompts of one length, sent as token ids, all at once but for the concurrency; no request waits for a rate."""
     return [
         python, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url, "--model", str(model),
@@ -57,7 +59,13 @@ def run(
     name = f"client-{case.mode}-{case.memory}-{case.mem_fraction or case.slots}-c{case.concurrency}-r{case.repeat}"
     output, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     output.unlink(missing_ok=True)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     began = time.monotonic()
     with open(log, "w") as sink:
         child = subprocess.Popen(

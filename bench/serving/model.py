@@ -41,11 +41,28 @@ def dummy_config(model: Model, layers: int | None = None) -> dict:
         )
     else:
         # SGLang's Qwen3-Next has experts in every layer; its text-only Qwen3.5 takes dense ones.
-        for key in [k for k in config if "expert" in k or k.startswith(("moe_", "router_")) or k in ("mlp_only_layers", "decoder_sparse_step", "output_router_logits", "norm_topk_prob")]:
+        for key in [
+            k
+            for k in config
+            if "expert" in k
+            or k.startswith(("moe_", "router_"))
+            or k in ("mlp_only_layers", "decoder_sparse_step", "output_router_logits", "norm_topk_prob")
+        ]:
             del config[key]
-        config.update(architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", attn_output_gate=True, mtp_num_hidden_layers=1)
-        config["layer_types"] = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(config["num_hidden_layers"])]
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta"), "partial_rotary_factor": 0.25}
+        config.update(
+            architectures=["Qwen3_5ForCausalLM"],
+            model_type="qwen3_5_text",
+            attn_output_gate=True,
+            mtp_num_hidden_layers=1,
+        )
+        config["layer_types"] = [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(config["num_hidden_layers"])
+        ]
+        config["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": config.pop("rope_theta"),
+            "partial_rotary_factor": 0.25,
+        }
     return config
 
 

@@ -64,7 +64,9 @@ def parse(name: str) -> Mode:
         return Mode(name)
     found = re.fullmatch(rf"({'|'.join(METHODS)})-(chain|tree|ngram)(\d+)(?:@(\d+)x(\d+))?", name)
     if found is None:
-        raise BadMode(f"mode {name!r}; allowed: none, or {', '.join(METHODS)} with -chainN, -treeN, -treeN@STEPSxTOPK, -ngramN")
+        raise BadMode(
+            f"mode {name!r}; allowed: none, or {', '.join(METHODS)} with -chainN, -treeN, -treeN@STEPSxTOPK, -ngramN"
+        )
     method, kind, nodes = found[1], found[2], int(found[3])
     if not 2 <= nodes <= MAX_NODES:
         raise BadMode(f"mode {name!r}: {nodes} nodes; allowed: 2 to {MAX_NODES}")

@@ -6,7 +6,15 @@ from .server import OFFLINE
 
 CHAINS = ["snapshot-chain4", "replayssm-chain4", "treewy-chain4"]
 # quick: other model files are not imported; they are those of Qwen3-Next, so not where the model is another.
-BASE = {"device": "cuda", "dtype": "bfloat16", "accept": "published", "dims": "35B", "server_args": list(OFFLINE), "rounds": 2, "quick": True}
+BASE = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "accept": "published",
+    "dims": "35B",
+    "server_args": list(OFFLINE),
+    "rounds": 2,
+    "quick": True,
+}
 
 # memory: with Qwen3.5-35B-A3B dimensions `treewy plan` gives snapshots of a chain of 3 drafts 20 running requests at 0.66
 # and 11 at 0.59.

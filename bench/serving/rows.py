@@ -103,7 +103,9 @@ def gpu_name(device: str) -> str:
     if device == "cpu":
         return "cpu"
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+        )
     except OSError:
         return "unknown GPU"
     return (done.stdout.strip().splitlines() or ["unknown GPU"])[0]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Optional, Sequence
 
 from treewy_sglang.demo.server import Mode as DemoMode
-from treewy_sglang.demo.server import Server, ServerFailed
+from treewy_sglang.demo.server import Server
 
 from .modes import Mode
 
@@ -71,14 +71,28 @@ class BenchServer(Server):
 
 
 def make(
-    mode: Mode, setting: Setting, model: Path, log: Path, *, device: str, dtype: str, requests: int, accept: Optional[float],
-    dummy: bool, context_length: Optional[int], arguments: Sequence[str], timeout: float, python: str, quick: bool = False, on_wait=None,
-) -> BenchServer:  # fmt: skip
+    mode: Mode,
+    setting: Setting,
+    model: Path,
+    log: Path,
+    *,
+    requests: int,
+    arguments: Sequence[str],
+    quick: bool = False,
+    **more,
+) -> BenchServer:
+    """A server that is not started yet. `more`: device, dtype, accept, dummy, context_length, timeout, python, on_wait."""
     return BenchServer(
-        model=model, mode=DemoMode(mode.name, mode.nodes), log=log, device=device, dtype=dtype, running=requests,
-        arguments=tuple(arguments), bench_mode=mode, setting=setting, accept=accept, dummy=dummy,
-        context_length=context_length, timeout=timeout, quick_start=quick, python=python, on_wait=on_wait or (lambda text: None),
-    )  # fmt: skip
+        model=model,
+        mode=DemoMode(mode.name, mode.nodes),
+        log=log,
+        running=requests,
+        arguments=tuple(arguments),
+        bench_mode=mode,
+        setting=setting,
+        quick_start=quick,
+        **more,
+    )
 
 
 STARTED = re.compile(r"max_total_num_tokens=(\d+).*?max_running_requests=(\d+)")

@@ -30,9 +30,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/crash":
             os._exit(3)
         if self.path == "/work":
-            print("[2026-01-01 00:00:01] Prefill batch, #new-seq: 2, #new-token: 9, #running-req: 5, #queue-req: 0", flush=True)
+            print(
+                "[2026-01-01 00:00:01] Prefill batch, #new-seq: 2, #new-token: 9, #running-req: 5, #queue-req: 0",
+                flush=True,
+            )
             print("[2026-01-01 00:00:02] Decode batch, #running-req: 6, #full token: 89, accept len: 1.38", flush=True)
-            print("[2026-01-01 00:00:03] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 7", flush=True)
+            print(
+                "[2026-01-01 00:00:03] KV cache pool is full. Retract requests. #retracted_reqs: 3, #new_tokens_gained: 7",
+                flush=True,
+            )
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"{}")
@@ -44,7 +50,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def serve(arguments):
     note("servers", json.dumps({"arguments": arguments, "accept": os.environ.get("SGLANG_SIMULATE_ACC_LEN")}))
     if os.environ.get("FAKE_FAILS_AT") and os.environ["FAKE_FAILS_AT"] in arguments:
-        print("Traceback (most recent call last):\nRuntimeError: Not enough GPU memory for hybrid state cache.", flush=True)
+        print(
+            "Traceback (most recent call last):\nRuntimeError: Not enough GPU memory for hybrid state cache.",
+            flush=True,
+        )
         return 1
     print(LOG, end="", flush=True)
     port = int(value(arguments, "--port"))

@@ -28,7 +28,7 @@ FIELDS = (
 def fake(tmp_path, monkeypatch):
     """run(*arguments) -> (exit code, rows); every Python that bench/serving starts is the pretended one."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} {FAKE} \"$@\"\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("FAKE_FOLDER", str(tmp_path))
     monkeypatch.setenv("TREEWY_COMMIT", "abc123")
@@ -41,7 +41,9 @@ def fake(tmp_path, monkeypatch):
 
     run.fixed = ["--model", str(tmp_path / "model"), "--device", "cpu", "--out", str(tmp_path / "out"),
                  "--logs", str(tmp_path / "logs"), "--python", str(python)]  # fmt: skip
-    run.seen = lambda name: [json.loads(x) for x in (tmp_path / name).read_text().splitlines()] if (tmp_path / name).exists() else []
+    run.seen = lambda name: (
+        [json.loads(x) for x in (tmp_path / name).read_text().splitlines()] if (tmp_path / name).exists() else []
+    )
     run.folder = tmp_path
     return run
 
@@ -170,7 +172,14 @@ def test_no_process_is_left_behind(fake):
 def test_interrupted(fake, tmp_path):
     """SIGTERM: the server goes with it, and the rows so far stay."""
     command = [sys.executable, "-m", "bench.serving", *fake.fixed, "--modes", "none", "--concurrency", "2", "4"]
-    child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "FAKE_HANG_AT": "4"}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "FAKE_HANG_AT": "4"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
     limit = time.monotonic() + 60
     while len(fake.seen("clients")) < 2:
         assert time.monotonic() < limit and child.poll() is None
@@ -187,12 +196,12 @@ def test_plots(fake, capsys):
     fake("--modes", "treewy-tree16", "--concurrency", "2", "--repeats", "2")
     path = next((fake.folder / "out").glob("*.jsonl"))
     for name in ("throughput", "ttft", "requests"):
-        assert path.with_name(f"{path.stem}-{name}.png").read_bytes().startswith(b"\x89PNG")
-        path.with_name(f"{path.stem}-{name}.png").unlink()
+        assert path.with_name(f"{path.stem}-model-{name}.png").read_bytes().startswith(b"\x89PNG")
+        path.with_name(f"{path.stem}-model-{name}.png").unlink()
     capsys.readouterr()
     assert bench.main(["--report", str(path)]) == 0
     assert "treewy-tree16" in capsys.readouterr().out
-    assert path.with_name(f"{path.stem}-requests.png").exists()
+    assert path.with_name(f"{path.stem}-model-requests.png").exists()
 
 
 def test_plots_of_errors_alone(tmp_path):
@@ -219,7 +228,19 @@ def test_modes(name, nodes, steps, topk):
     assert ("--enable-linear-replayssm-spec" in mode.arguments) == name.startswith("replayssm")
 
 
-@pytest.mark.parametrize("name", ["tree", "treewy", "treewy-chain1", "treewy-chain129", "replayssm-tree8", "treewy-tree64@2x2", "treewy-chain4@3x1", "eagle-chain4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree",
+        "treewy",
+        "treewy-chain1",
+        "treewy-chain129",
+        "replayssm-tree8",
+        "treewy-tree64@2x2",
+        "treewy-chain4@3x1",
+        "eagle-chain4",
+    ],
+)
 def test_bad_modes_say_what_is_allowed(name):
     with pytest.raises(modes.BadMode, match=re.escape(repr(name))):
         modes.parse(name)
@@ -322,8 +343,15 @@ def test_a_server_on_a_gpu(tmp_path):
 
 
 def test_logs_are_read():
-    log = LOG + "[x] Decode batch, #running-req: 12, #full token: 9\n[x] Prefill batch, #new-seq: 4, #new-token: 3, #running-req: 9, #queue\n"
-    assert server.started(log) == {"max_total_num_tokens": 600000, "max_running_requests": 20, "max_mamba_cache_size": 101}
+    log = (
+        LOG
+        + "[x] Decode batch, #running-req: 12, #full token: 9\n[x] Prefill batch, #new-seq: 4, #new-token: 3, #running-req: 9, #queue\n"
+    )
+    assert server.started(log) == {
+        "max_total_num_tokens": 600000,
+        "max_running_requests": 20,
+        "max_mamba_cache_size": 101,
+    }
     assert server.during(log) == {"running_max": 13, "retractions": 0}
     assert server.during("") == {"running_max": None, "retractions": 0}
 

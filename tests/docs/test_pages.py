@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import re
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -65,20 +66,25 @@ def pattern(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def refusals() -> dict[str, str]:
-    """{pattern: place} of every sentence that config.py can refuse with, without the leading `--enable-treewy: `."""
-    tree = ast.parse((GLUE / "config.py").read_text())
-    outer, found = constants(tree.body), {}
-    for function in (n for n in tree.body if isinstance(n, ast.FunctionDef)):
-        names = {**outer, **constants(function.body)}
-        for node in ast.walk(function):
-            value = None
-            if isinstance(node, ast.Return) and isinstance(node.value, (ast.JoinedStr, ast.Constant)):
-                value = pattern(node.value, names)
-            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                value = pattern(node.exc.args[0], names)
-            # Other functions return names and the like; a refusal is a sentence.
-            if value and value.endswith(r"\.") and "return" not in value:
-                found[value.removeprefix(re.escape("--enable-treewy: "))] = f"{function.name}, line {node.lineno}"
+    """{pattern: place} of every sentence that config.py, or a function `refusal...` beside it, can refuse with; without the
+    leading `--enable-treewy: `."""
+    found = {}
+    for file in sorted(GLUE.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        outer = constants(tree.body)
+        for function in (n for n in tree.body if isinstance(n, ast.FunctionDef)):
+            if file.name != "config.py" and not function.name.startswith("refusal"):
+                continue
+            names = {**outer, **constants(function.body)}
+            for node in ast.walk(function):
+                value = None
+                if isinstance(node, ast.Return) and isinstance(node.value, (ast.JoinedStr, ast.Constant)):
+                    value = pattern(node.value, names)
+                elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                    value = pattern(node.exc.args[0], names)
+                # Other functions return names and the like; a refusal is a sentence.
+                if value and value.endswith(r"\."):
+                    found[value.removeprefix(re.escape("--enable-treewy: "))] = f"{file.name}, {function.name}, line {node.lineno}"
     return found
 
 
@@ -137,13 +143,13 @@ def test_refusals_with_the_documented_values():
 
 
 def sources() -> dict[str, str]:
-    files = [*PACKAGE.rglob("*.py"), ROOT / "setup.py", ROOT / "tools" / "environment.py", *(ROOT / "csrc").glob("*.cpp"),
-             *(ROOT / "bench").rglob("*.py"), *(ROOT / "examples").iterdir()]  # fmt: skip
+    files = [*PACKAGE.rglob("*.py"), ROOT / "setup.py", *(ROOT / "tools").glob("*.py"), *(ROOT / "csrc").glob("*.cpp"),
+             *(ROOT / "examples").iterdir()]  # fmt: skip
     return {str(f.relative_to(ROOT)): f.read_text() for f in files}
 
 
 def variables() -> dict[str, str]:
-    """{environment variable: file} that the code reads or sets."""
+    """{environment variable: file} that the code reads or sets. Benchmarks are left out: bench/README.md."""
     found = {}
     for file, text in sources().items():
         names = re.findall(r"""(?:environ|env)(?:\.get|\.setdefault|\.pop)?[\[(]\s*["']([A-Z][A-Z0-9_]+)["']""", text)
@@ -152,6 +158,7 @@ def variables() -> dict[str, str]:
         for update in re.findall(r"env\.update\(([^)]*)\)", text):
             names += re.findall(r"\b([A-Z][A-Z0-9_]+)=", update)
         found.update(dict.fromkeys(names, file))
+        found.update(dict.fromkeys(re.findall(r"""= ["'](TREEWY_[A-Z0-9_]+)["']""", text), file))
     # Of the machine, not of the project.
     return {name: file for name, file in found.items() if name not in ("PATH", "HOME", "PYTHONHOME", "VIRTUAL_ENV")}
 
@@ -161,13 +168,14 @@ def in_code(text: str) -> set[str]:
 
 
 def test_every_variable_is_documented():
-    assert {"TREEWY_CUDA", "TREEWY_CPU_FORK", "TREEWY_CPU_ISA", "SGLANG_MAMBA_CONV_DTYPE", "TREEWY_URL"} <= set(variables())
+    assert {"TREEWY_CUDA", "TREEWY_CPU_FORK", "TREEWY_FLOAT32", "TREEWY_CPU_ISA", "SGLANG_MAMBA_CONV_DTYPE", "TREEWY_URL"} <= set(variables())
     missing = {n: f for n, f in variables().items() if n not in in_code(page("flags.md"))}
     assert not missing, f"docs/flags.md lacks {missing}"
 
 
 def test_every_documented_variable_is_in_the_code():
-    everything = "\n".join(sources().values()) + (ROOT / "Makefile").read_text()
+    bench = [f for f in (ROOT / "bench").rglob("*") if f.suffix in (".py", ".sh")]
+    everything = "\n".join([*sources().values(), *(f.read_text() for f in [ROOT / "Makefile", *bench])])
     for name in in_code(page("flags.md")):
         if re.fullmatch(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+|CXX|PYTHONPATH", name):
             assert re.search(rf"\b{name}\b", everything), f"nothing reads {name}"
@@ -200,9 +208,10 @@ def test_every_flag_that_is_read_is_documented():
 def test_every_documented_flag_exists():
     installed = Path(importlib.util.find_spec("sglang").origin).parent
     fields = set(re.findall(r"^    (\w+): A\[", (installed / "srt" / "server_args.py").read_text(), re.M)) | {"enable_treewy"}
-    known = {"--" + f.replace("_", "-") for f in fields} | {"--tp-size", "--pp-size", "--dp-size"}
+    known = {"--" + f.replace("_", "-") for f in fields} | {"--tp-size", "--pp-size", "--dp-size", "--help"}
     for name in ("flags.md", "supported.md", "server.md", "cpu.md"):
-        text = re.sub(r"^```.*?^```$", "", page(name), flags=re.S | re.M)  # launch commands: test_blocks.py
+        # Launch commands: test_blocks.py. Other programs have flags of their own.
+        text = re.sub(r"^```.*?^```$|`(?:python|treewy|make) [^`]*`", "", page(name), flags=re.S | re.M)
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text):
             assert flag in known, f"docs/{name}: the server has no {flag}"
 
@@ -286,7 +295,7 @@ def test_tables_of_the_performance_page_are_the_rows():
 
 
 def test_the_performance_page_holds_no_other_figure():
-    text = re.sub(r"<!-- figures: \w+ -->.*?<!-- figures: end -->", "", page("performance.md"), flags=re.S)
+    text = re.sub(r"<!-- figures: [\w ]+ -->.*?<!-- figures: end -->", "", page("performance.md"), flags=re.S)
     assert "<!-- figures" not in text
     text = re.sub(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", text, flags=re.S | re.M)
     found = re.findall(r"\b\d[\d.,]*\s*(?:µs|us|ms|s|x|%|[KMGT]i?B(?:/s)?|microseconds|times|percent)(?![\w-])", text)
@@ -315,6 +324,17 @@ def test_figures_of_the_readme_are_the_rows():
             assert (int(time), ratio) == (round(theirs), f"{theirs / mine:.1f}") if time else theirs is None, (draft, nodes, mode)
     commit = json.loads((ROOT / "bench" / "results" / f"kernels-{tables.RUN}.jsonl").read_text().splitlines()[0])["commit"]
     assert commit in readme
+
+
+def test_figures_of_the_cpu_page_are_the_rows():
+    rows = tool("performance_tables").cpu_rows()
+    ratios = [r["speedup"] for r in rows]
+    (commit,) = {r["commit"] for r in rows}
+    text = " ".join(page("cpu.md").split())
+    found = re.search(r"(\d+) measurements on one thread .* at commit (\w+), .*: ([\d.]+)x to ([\d.]+)x faster, median ([\d.]+)x", text)
+    assert found, "the sentence with the figures has changed: read it here again"
+    assert found[1] == str(len(rows)) and commit.startswith(found[2])
+    assert found.groups()[2:] == (f"{min(ratios):.1f}", f"{max(ratios):.0f}", f"{statistics.median(ratios):.1f}")
 
 
 # ---- the worked example ------------------------------------------------------------------------------------------------------

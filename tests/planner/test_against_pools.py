@@ -1,4 +1,4 @@
-"""The plan beside the real thing on CPU: SGLang's and this package's pools, SGLang's split of the budget, a server's log."""
+"""The plan beside the real thing on CPU: SGLang's pools and this package's, SGLang's split of the budget, a log."""
 
 import re
 from types import SimpleNamespace
@@ -47,7 +47,9 @@ def on_cpu(monkeypatch):
     """SGLang writes device "cuda" out where it allocates what drafts need."""
     real = torch.zeros
     monkeypatch.setattr(
-        memory_pool.torch, "zeros", lambda *a, **k: real(*a, **{**k, "device": "cpu" if k.get("device") == "cuda" else k.get("device")})
+        memory_pool.torch,
+        "zeros",
+        lambda *a, **k: real(*a, **{**k, "device": "cpu" if k.get("device") == "cuda" else k.get("device")}),
     )
     monkeypatch.setattr(pool_module, "stash_rows", lambda n: n)
 
@@ -94,7 +96,9 @@ def sglangs_split(monkeypatch, params, server, nodes, rest_gib, method):
         mamba_full_memory_ratio=server.mamba_full_memory_ratio, disable_overlap_schedule=server.disable_overlap_schedule,
     )  # fmt: skip
     mamba = SimpleNamespace(
-        enable_linear_replayssm_spec=method == "replayssm", linear_replayssm_cache_len=16, enable_treewy=method == "treewy"
+        enable_linear_replayssm_spec=method == "replayssm",
+        linear_replayssm_cache_len=16,
+        enable_treewy=method == "treewy",
     )
     context = SimpleNamespace(override=lambda _, **values: schedule.__dict__.update(values))
     getters = {

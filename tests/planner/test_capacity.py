@@ -19,7 +19,10 @@ def test_published_figures_of_the_397b():
     d = as_dict(plan(load("397B-A17B"), CHAIN3, BFLOAT16))
     assert d["snapshot_bytes_per_node"] == 90 * MIB
     assert d["methods"]["snapshot"]["parts"]["states"] == 360 * MIB
-    assert as_dict(plan(load("397B"), Draft.make(nodes=14, topk=2), BFLOAT16))["methods"]["snapshot"]["parts"]["states"] == 1260 * MIB
+    assert (
+        as_dict(plan(load("397B"), Draft.make(nodes=14, topk=2), BFLOAT16))["methods"]["snapshot"]["parts"]["states"]
+        == 1260 * MIB
+    )
     tree = as_dict(plan(load("397B"), Draft.make(tree=[2, 2, 2]), BFLOAT16))
     assert tree["draft"] == {"nodes": 15, "drafts": 14, "topk": 2, "shape": "tree of [2, 2, 2]"}
     assert tree["snapshot_bytes_of_drafts"] == 1260 * MIB  # 1.23 GiB
@@ -64,7 +67,12 @@ def test_convolution_windows_overlap_for_chains_on_cuda_only():
         return parts["conv windows"] / (30 * 8192 * 2)
 
     tree = Draft.make(nodes=4, topk=2)
-    assert (windows(CHAIN3), windows(tree), windows(CHAIN3, algorithm="NGRAM"), windows(CHAIN3, device="cpu")) == (6, 12, 12, 12)
+    assert (windows(CHAIN3), windows(tree), windows(CHAIN3, algorithm="NGRAM"), windows(CHAIN3, device="cpu")) == (
+        6,
+        12,
+        12,
+        12,
+    )
 
 
 def test_slots_per_request_are_sglangs():
@@ -223,7 +231,9 @@ def test_what_is_planned_fits(model, server, nodes):
         if fit.running:
             assert fit.running <= fit.slots // server.slots_per_request
             assert fit.running * server.context_length <= fit.tokens
-            used = (fit.slots + 1) * sizes.slot_bytes + fit.running * fit.charged + fit.tokens * sizes.kv_bytes_per_token
+            used = (
+                (fit.slots + 1) * sizes.slot_bytes + fit.running * fit.charged + fit.tokens * sizes.kv_bytes_per_token
+            )
             assert used <= sizes.rest_bytes
 
 

@@ -77,13 +77,21 @@ def test_sweep_has_every_number_of_nodes():
     assert points[0]["treewy"].running >= points[-1]["treewy"].running > 0
 
 
-@pytest.mark.parametrize("more", [[], ["--tp", "8"], ["--topk", "2"], ["--gpu-memory", "20", "--tp", "1"], ["--algorithm", "NGRAM"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--tp", "8"], ["--topk", "2"], ["--gpu-memory", "20", "--tp", "1"], ["--algorithm", "NGRAM"]],
+    ids=" ".join,
+)
 def test_the_table_says_what_the_json_says(capsys, more):
     code, text, _ = call(capsys, *EXAMPLE.split(), *more)
     assert code == 0
     d = json.loads(call(capsys, *EXAMPLE.split(), *more, "--json")[1])
     assert report.table(d) + "\n" == text
-    lines = {re.split(r"\s{2,}", line.strip())[0]: re.split(r"\s{2,}", line.strip())[1:] for line in text.splitlines() if line}
+    lines = {
+        re.split(r"\s{2,}", line.strip())[0]: re.split(r"\s{2,}", line.strip())[1:]
+        for line in text.splitlines()
+        if line
+    }
     methods = [d["methods"][m] for m in ("snapshot", "replayssm", "treewy")]
     assert lines["requests that run at a time"] == [str(m["running_requests"]) if m["served"] else "-" for m in methods]
     for m, cell in zip(methods, lines["state of the draft"]):
@@ -94,13 +102,19 @@ def test_the_table_says_what_the_json_says(capsys, more):
         shown = float(value) * 1024 ** ["bytes", "KiB", "MiB", "GiB", "TiB"].index(unit)
         assert shown == pytest.approx(m["draft_bytes_per_request"], rel=0.01)
         assert sum(m["parts"].values()) == m["draft_bytes_per_request"]
-        assert m["bytes_per_request"] == m["draft_bytes_per_request"] + d["slots_per_request"] * d["state_slot_bytes"] + d["kv_bytes_per_request"]
+        assert (
+            m["bytes_per_request"]
+            == m["draft_bytes_per_request"] + d["slots_per_request"] * d["state_slot_bytes"] + d["kv_bytes_per_request"]
+        )
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--model nothing --nodes 4", "--model is 'nothing'; allowed: a config.json, a directory with one, or one of Qwen3.5-35B-A3B"),
+        (
+            "--model nothing --nodes 4",
+            "--model is 'nothing'; allowed: a config.json, a directory with one, or one of Qwen3.5-35B-A3B",
+        ),
         ("--model 35B", "--nodes is not given; allowed"),
         ("--model 35B --nodes 400", "--nodes is 400; allowed: an integer from 1 to 128"),
         ("--model 35B --nodes 4 --kv-dtype fp2", "--kv-dtype is 'fp2'; allowed: auto"),

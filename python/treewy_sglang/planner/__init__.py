@@ -1,9 +1,9 @@
 """`treewy plan`: what a draft costs in memory, and how many requests fit beside it. Standard library only.
 
-    models    the dimensions of a model: built in, or from its config.json
-    capacity  bytes per request, running requests, the widest draft, as SGLang v0.5.17 and this package size their pools
-    report    the result as a table, as JSON and as a picture
-    command   the command line
+models    the dimensions of a model: built in, or from its config.json
+capacity  bytes per request, running requests, the widest draft, as SGLang v0.5.17 and this package size their pools
+report    the result as a table, as JSON and as a picture
+command   the command line
 """
 
 from .capacity import Draft, Plan, Server, plan

@@ -88,7 +88,9 @@ class Draft:
             integer("--steps", steps, 1)
             proposed = proposed_tokens(steps, topk or 1)
             if nodes is None:
-                nodes = integer(f"the draft of --steps {steps} --topk {topk or 1}, in nodes,", proposed + 1, 2, MAX_NODES)
+                nodes = integer(
+                    f"the draft of --steps {steps} --topk {topk or 1}, in nodes,", proposed + 1, 2, MAX_NODES
+                )
             elif (topk or 1) == 1 and nodes != steps + 1:
                 raise refuse("--nodes", nodes, f"{steps + 1}, which a chain of --steps {steps} has")
             elif nodes - 1 > proposed:
@@ -150,7 +152,9 @@ class Server:
         one_of("--algorithm", self.algorithm, ALGORITHMS)
         one_of("--device", self.device, DEVICES)
         if self.strategy == "extra_buffer_lazy" and self.disable_overlap_schedule:
-            raise refuse("--mamba-radix-cache-strategy", repr(self.strategy), "extra_buffer without the overlap schedule")
+            raise refuse(
+                "--mamba-radix-cache-strategy", repr(self.strategy), "extra_buffer without the overlap schedule"
+            )
 
     @property
     def slots_per_request(self) -> int:
@@ -246,7 +250,9 @@ class Sizes:
             return int(server.weights_gib * GIB)
         dtype = model.weights_dtype or self.dtype if server.weights_dtype == "auto" else server.weights_dtype
         if dtype not in BYTES:
-            raise refuse("--weights-dtype", "auto, and the model's quantisation is not one that says it", ", ".join(BYTES))
+            raise refuse(
+                "--weights-dtype", "auto, and the model's quantisation is not one that says it", ", ".join(BYTES)
+            )
         parameters = model.parameters
         if server.algorithm == "NEXTN":
             # The draft loads an embedding and a head before it shares the target's, and SGLang measures in between.
@@ -339,9 +345,13 @@ def check_shape(model: Model, tp: int) -> None:
     if model.linear_layers < 1:
         raise PlanError(f"{where} the Gated DeltaNet layers are {model.linear_layers}; allowed: 1 or more")
     if model.key_dim != model.value_dim or model.key_dim not in HEAD_DIMS:
-        raise PlanError(f"{where} head dimensions are K={model.key_dim}, V={model.value_dim}; allowed: equal, one of 64, 128, 256")
+        raise PlanError(
+            f"{where} head dimensions are K={model.key_dim}, V={model.value_dim}; allowed: equal, one of 64, 128, 256"
+        )
     if model.value_heads % model.key_heads:
-        raise PlanError(f"{where} linear_num_value_heads is {model.value_heads}; allowed: a multiple of {model.key_heads}")
+        raise PlanError(
+            f"{where} linear_num_value_heads is {model.value_heads}; allowed: a multiple of {model.key_heads}"
+        )
     if model.conv_width not in CONV_WIDTHS:
         raise PlanError(f"{where} linear_conv_kernel_dim is {model.conv_width}; allowed: 2, 3, 4")
     if model.key_heads % tp:

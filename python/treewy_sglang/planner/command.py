@@ -39,39 +39,107 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     d = Server()
-    parser.add_argument("--model", required=True, metavar="NAME|PATH", help="a built-in model, a config.json or its directory")
+    parser.add_argument(
+        "--model", required=True, metavar="NAME|PATH", help="a built-in model, a config.json or its directory"
+    )
 
     draft = parser.add_argument_group("draft", "one of --nodes, --tree, --steps")
-    draft.add_argument("--nodes", type=int, metavar="N", help=f"nodes with the root, 1 to {MAX_NODES} (--speculative-num-draft-tokens)")
-    draft.add_argument("--tree", type=numbers, metavar="B,B,..", help="branches of every level below the root: 2,2,2 is 14 drafts")
+    draft.add_argument(
+        "--nodes", type=int, metavar="N", help=f"nodes with the root, 1 to {MAX_NODES} (--speculative-num-draft-tokens)"
+    )
+    draft.add_argument(
+        "--tree", type=numbers, metavar="B,B,..", help="branches of every level below the root: 2,2,2 is 14 drafts"
+    )
     draft.add_argument("--steps", type=int, metavar="N", help="--speculative-num-steps")
     draft.add_argument("--topk", type=int, metavar="N", help="--speculative-eagle-topk (default: 1, a chain)")
-    draft.add_argument("--algorithm", default=d.algorithm, metavar="A", help=f"{' or '.join(ALGORITHMS)} (default: {d.algorithm})")
+    draft.add_argument(
+        "--algorithm", default=d.algorithm, metavar="A", help=f"{' or '.join(ALGORITHMS)} (default: {d.algorithm})"
+    )
 
     memory = parser.add_argument_group("memory of one GPU")
-    memory.add_argument("--gpu-memory", type=float, default=d.gpu_memory, metavar="GIB",
-                        help="free before weights are loaded; SGLang logs it as avail mem (default: %(default)s)")
-    memory.add_argument("--mem-fraction", "--mem-fraction-static", dest="mem_fraction", type=float, default=d.mem_fraction,
-                        metavar="F", help="share for weights, states and KV cache (default: %(default)s)")
-    memory.add_argument("--tp", type=int, metavar="N", help="tensor parallelism (default: the fewest GPUs that hold the weights)")
-    memory.add_argument("--weights-dtype", default=d.weights_dtype, metavar="D", help=f"auto or one of {', '.join(BYTES)} (default: as the model)")
-    memory.add_argument("--weights-gib", type=float, metavar="GIB", help="weights on each GPU, as measured, instead of the estimate")
+    memory.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=d.gpu_memory,
+        metavar="GIB",
+        help="free before weights are loaded; SGLang logs it as avail mem (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--mem-fraction",
+        "--mem-fraction-static",
+        dest="mem_fraction",
+        type=float,
+        default=d.mem_fraction,
+        metavar="F",
+        help="share for weights, states and KV cache (default: %(default)s)",
+    )
+    memory.add_argument(
+        "--tp", type=int, metavar="N", help="tensor parallelism (default: the fewest GPUs that hold the weights)"
+    )
+    memory.add_argument(
+        "--weights-dtype",
+        default=d.weights_dtype,
+        metavar="D",
+        help=f"auto or one of {', '.join(BYTES)} (default: as the model)",
+    )
+    memory.add_argument(
+        "--weights-gib", type=float, metavar="GIB", help="weights on each GPU, as measured, instead of the estimate"
+    )
 
     types = parser.add_argument_group("dtypes")
-    types.add_argument("--dtype", default=d.dtype, metavar="D", help=f"of activations: auto (the model's), {', '.join(STATE_DTYPES)}")
-    types.add_argument("--state-dtype", "--mamba-ssm-dtype", dest="state_dtype", default=d.state_dtype, metavar="D",
-                       help="of recurrent states: auto (the model's, else float32), or as for --dtype")
-    types.add_argument("--kv-dtype", "--kv-cache-dtype", dest="kv_dtype", default=d.kv_dtype, metavar="D", help=f"one of {', '.join(KV_DTYPES)}")
+    types.add_argument(
+        "--dtype", default=d.dtype, metavar="D", help=f"of activations: auto (the model's), {', '.join(STATE_DTYPES)}"
+    )
+    types.add_argument(
+        "--state-dtype",
+        "--mamba-ssm-dtype",
+        dest="state_dtype",
+        default=d.state_dtype,
+        metavar="D",
+        help="of recurrent states: auto (the model's, else float32), or as for --dtype",
+    )
+    types.add_argument(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        dest="kv_dtype",
+        default=d.kv_dtype,
+        metavar="D",
+        help=f"one of {', '.join(KV_DTYPES)}",
+    )
 
     load_ = parser.add_argument_group("load")
-    load_.add_argument("--context-length", type=int, default=d.context_length, metavar="N", help="tokens that a request holds (default: %(default)s)")
-    load_.add_argument("--requests", "--max-running-requests", dest="requests", type=int, default=d.requests, metavar="N",
-                       help="running requests wanted (default: %(default)s, as SGLang's with drafts)")
+    load_.add_argument(
+        "--context-length",
+        type=int,
+        default=d.context_length,
+        metavar="N",
+        help="tokens that a request holds (default: %(default)s)",
+    )
+    load_.add_argument(
+        "--requests",
+        "--max-running-requests",
+        dest="requests",
+        type=int,
+        default=d.requests,
+        metavar="N",
+        help="running requests wanted (default: %(default)s, as SGLang's with drafts)",
+    )
 
     pools = parser.add_argument_group("SGLang's pools")
-    pools.add_argument("--mamba-radix-cache-strategy", dest="strategy", default=d.strategy, metavar="S",
-                       help=f"one of {', '.join(STRATEGIES)} (default: {d.strategy})")
-    pools.add_argument("--mamba-full-memory-ratio", type=float, default=d.mamba_full_memory_ratio, metavar="R", help="states to KV cache (default: %(default)s)")
+    pools.add_argument(
+        "--mamba-radix-cache-strategy",
+        dest="strategy",
+        default=d.strategy,
+        metavar="S",
+        help=f"one of {', '.join(STRATEGIES)} (default: {d.strategy})",
+    )
+    pools.add_argument(
+        "--mamba-full-memory-ratio",
+        type=float,
+        default=d.mamba_full_memory_ratio,
+        metavar="R",
+        help="states to KV cache (default: %(default)s)",
+    )
     pools.add_argument("--max-mamba-cache-size", type=int, metavar="N", help="state slots, instead of that ratio")
     pools.add_argument("--disable-radix-cache", action="store_true", help="as SGLang's")
     pools.add_argument("--disable-overlap-schedule", action="store_true", help="as SGLang's")
@@ -79,7 +147,9 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="for programs: bytes, not rounded")
-    output.add_argument("--png", type=Path, metavar="FILE", help="a picture over all draft sizes as well (needs matplotlib)")
+    output.add_argument(
+        "--png", type=Path, metavar="FILE", help="a picture over all draft sizes as well (needs matplotlib)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""The dimensions of a model that its memory depends on: built in for five public checkpoints, or read from a config.json."""
+"""The dimensions that a model's memory depends on: built in for five public checkpoints, or read from a config.json."""
 
 from __future__ import annotations
 
@@ -56,7 +56,13 @@ class Model:
     def _delta_net(self) -> int:
         values = self.value_heads * self.value_dim
         projections = self.hidden * (self.conv_channels + values + 2 * self.value_heads)  # q k v, z, and b a
-        return projections + self.conv_channels * self.conv_width + 2 * self.value_heads + self.value_dim + values * self.hidden
+        return (
+            projections
+            + self.conv_channels * self.conv_width
+            + 2 * self.value_heads
+            + self.value_dim
+            + values * self.hidden
+        )
 
     def _attention(self) -> int:
         heads, kv = self.attention_heads * self.head_dim, self.kv_heads * self.head_dim
@@ -204,7 +210,9 @@ def from_config(config: Mapping[str, Any], where: str = "config.json") -> Model:
     if (dense_layers or not experts) and not text.get("intermediate_size"):
         raise PlanError(f"--model {where}: intermediate_size missing, and not every layer has experts")
 
-    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = (
+        text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    )
     if dtype not in STATE_DTYPES:
         raise PlanError(f"--model {where}: torch_dtype is {dtype!r}; allowed: {', '.join(STATE_DTYPES)}")
     state_dtype = text.get("mamba_ssm_dtype") or "float32"

@@ -118,7 +118,10 @@ def table(d: dict[str, Any]) -> str:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
         lines.append("  ".join(cells).rstrip())
     if d["states_and_kv_gib_per_gpu"] <= 0:
-        lines += ["", "The weights do not fit: raise --tp, --gpu-memory or --mem-fraction, or give a smaller --weights-dtype."]
+        lines += [
+            "",
+            "The weights do not fit: raise --tp, --gpu-memory or --mem-fraction, or give a smaller --weights-dtype.",
+        ]
     return "\n".join(lines)
 
 
@@ -157,7 +160,9 @@ def picture(p: Plan, path: Path) -> None:
         nodes = [x["nodes"] for x in served]
         if nodes:
             left.plot(nodes, [x[method].total / 2**20 for x in served], color=colour, label=TITLES[method])
-            right.plot(nodes, [x[method].running for x in served], color=colour, label=TITLES[method], drawstyle="steps-post")
+            right.plot(
+                nodes, [x[method].running for x in served], color=colour, label=TITLES[method], drawstyle="steps-post"
+            )
     for axes in (left, right):
         axes.axvline(p.draft.nodes, color="0.7", linewidth=1, linestyle=":")
         axes.set_xscale("log", base=2)
@@ -177,5 +182,3 @@ def picture(p: Plan, path: Path) -> None:
         raise PlanError(f"--png is {str(path)!r}, which cannot be written: {error}") from error
     finally:
         pyplot.close(figure)
-
-
