@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -189,9 +190,15 @@ def question_prompts(corpus: data.Corpus, number: int) -> list[Tensor]:
     return batches
 
 
+def bits_per_byte(model: Hybrid, tokens: Tensor) -> float:
+    """Mean surprise of the model at text [B, T], given what stands before it in its row."""
+    logits = model.lm_head(model(tokens)[:, :-1]).float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item() / math.log(2)
+
+
 def evaluate(model: Hybrid, corpus: data.Corpus, prompts: int = 64, length: int = 256, new: int = 192, batch: int = 64) -> dict:
     """{"text": ..., "first": ..., "questions": ...}, each a Count.row: continuations of held-out files; their first
-    verification alone; answers to held-out questions."""
+    verification alone; answers to held-out questions. "bits_per_byte": how well it knows the held-out text."""
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
     precision = torch.autocast("cuda", torch.bfloat16) if cuda else contextlib.nullcontext()
@@ -206,6 +213,9 @@ def evaluate(model: Hybrid, corpus: data.Corpus, prompts: int = 64, length: int 
             for group in batches:
                 count(model, group.to(device), tokens, total)
             out[name] = total.row()
+        groups = text_prompts(corpus, 4 * prompts, length, seed=1).split(batch)
+        weighted = [bits_per_byte(model, group.to(device)) * len(group) for group in groups]
+        out["bits_per_byte"] = round(sum(weighted) / (4 * prompts), 3)
     return out
 
 
@@ -213,7 +223,7 @@ KINDS = {"text": "text", "first": "text, first verification alone", "questions":
 
 
 def summary(result: dict) -> str:
-    lines = []
+    lines = [f"held-out text: {result['bits_per_byte']:.2f} bits per byte"]
     for name, words in KINDS.items():
         row = result[name]
         lengths = ", ".join(f"{shape} {row[shape]['accepted_length']:.2f}" for shape in SHAPES)

@@ -287,6 +287,7 @@ def test_run_learns_and_exports(finished, corpus_file):
     for kind in evaluate.KINDS:
         for name, (steps, _, _) in evaluate.SHAPES.items():
             assert 1 <= card["accepted_length"][kind][name]["accepted_length"] <= steps + 1
+    assert 1 < card["accepted_length"]["bits_per_byte"] < 8
     # The command line judges the same file the same way.
     again = out / "again.json"
     evaluate.main([str(out / "checkpoint"), str(corpus_file), "--prompts", "4", "--length", "32", "--new", "16", "--device", "cpu",
@@ -388,3 +389,5 @@ def test_trained_checkpoint_of_the_repository_is_what_its_card_says():
         for kind in evaluate.KINDS:
             chain, tree = (card["accepted_length"][kind][name]["accepted_length"] for name in ("chain of 3", "tree of 16"))
             assert 2.0 <= chain < tree
+        # A model that knows nothing repeats itself, and is drafted without a fault.
+        assert card["accepted_length"]["bits_per_byte"] < 2.0

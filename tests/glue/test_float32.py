@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from treewy_sglang.sglang import after_import, float32
+from treewy_sglang.sglang import after_import, config, float32
 from treewy_sglang.sglang.cpu import bootstrap
 
 SERVER = ["-m", "sglang.launch_server", "--dtype", "float32"]
@@ -43,7 +43,7 @@ def test_a_cpu_server_needs_none_of_it(monkeypatch):
 )
 def test_float32_on_cuda_is_refused_at_start(device, dtype, environ, served):
     """Without it the server would start, and end at its first request."""
-    reason = float32.refusal(device, dtype, environ)
+    reason = config.refusal_of_float32(device, getattr(torch, dtype), environ)
     assert (reason is None) == served
     if reason:
         assert "--dtype bfloat16" in reason and "TREEWY_FLOAT32=1" in reason

@@ -7,8 +7,9 @@ found at the first request.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Mapping, Optional
 
 import torch
 
@@ -124,6 +125,16 @@ def refusal_of_shape(shape: GDNShape, dtype: torch.dtype, attn_tp_size: int = 1)
     return None
 
 
+def refusal_of_float32(device: str, dtype: torch.dtype, environ: Optional[Mapping[str, str]] = None) -> Optional[str]:
+    """Why a server on `device` would start with float32 activations and end at its first request; None if it would not."""
+    if device != "cuda" or dtype != torch.float32 or float32.wanted(os.environ if environ is None else environ):
+        return None
+    return (
+        "SGLang's CUDA kernels for hybrids take no float32: use --dtype bfloat16 or float16 (TREEWY_FLOAT32=1 in the "
+        "environment serves float32 slowly, to compare answers)."
+    )
+
+
 def gdn_shape(model_config: Any) -> GDNShape:
     """The Gated DeltaNet layers of an SGLang model config; refuses the model when it has none."""
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, kimi_linear_config, mambaish_config
@@ -202,7 +213,7 @@ def validate(server_args: Any, view: Any = None) -> None:
     require(refusal_of_settings(view))
     model_config = server_args.get_model_config()
     require(refusal_of_shape(gdn_shape(model_config), model_config.dtype, attn_tp_size(view)))
-    require(float32.refusal(str(view.device).split(":")[0], DTYPES[model_config.dtype]))
+    require(refusal_of_float32(str(view.device).split(":")[0], model_config.dtype))
     require(keep_conv_state_in_model_dtype(model_config.dtype))
     keep_grammars_off_cpu(server_args)
     if view.linear_attn_verify_backend is not None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import os
 from types import ModuleType
-from typing import MutableMapping, Optional
+from typing import Mapping, MutableMapping, Optional
 
 from treewy_sglang.sglang import after_import
 
@@ -36,7 +36,7 @@ NATIVE = ("GemmaRMSNorm", "RMSNorm", "RotaryEmbedding")
 EXPERTS = "UnquantizedFusedMoEMethod"
 
 
-def wanted(environ: MutableMapping[str, str]) -> bool:
+def wanted(environ: Mapping[str, str]) -> bool:
     return environ.get(SWITCH, "0") == "1"
 
 
@@ -102,14 +102,3 @@ def activate(environ: Optional[MutableMapping[str, str]] = None) -> bool:
     environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     after_import.install(CHANGES)
     return True
-
-
-def refusal(device: str, dtype_name: str, environ: Optional[MutableMapping[str, str]] = None) -> Optional[str]:
-    """Why a server of this dtype would end at its first request, or None."""
-    environ = os.environ if environ is None else environ
-    if device != "cuda" or dtype_name != "float32" or wanted(environ):
-        return None
-    return (
-        "SGLang's CUDA kernels for hybrids take no float32: use --dtype bfloat16 or float16 "
-        f"({SWITCH}=1 in the environment serves float32 slowly, to compare answers)."
-    )
