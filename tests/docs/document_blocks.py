@@ -73,11 +73,15 @@ def all_blocks() -> list[Block]:
 
 
 def sessions(place: str) -> dict[str, list[Block]]:
-    """{name of the document: its blocks that run in `place`, in order}"""
+    """{name of the document: its blocks that run in `place`, in order}. In scratch, where blocks leave nothing for others to
+    find, the same command on several pages runs once."""
     found: dict[str, list[Block]] = {}
+    seen: set[str] = set()
     for block in all_blocks():
-        if block.place == place:
-            found.setdefault(block.document.name, []).append(block)
+        if block.place != place or (place == "scratch" and block.text in seen):
+            continue
+        seen.add(block.text)
+        found.setdefault(block.document.name, []).append(block)
     return found
 
 
