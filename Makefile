@@ -7,12 +7,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
 ARGS ?=
+ENGINE ?= docker
+DEVICE ?= cuda
 RUN = $(VENV)/bin/python
 # Threads that spin while they wait make a busy two-core machine ten times slower.
 export OMP_WAIT_POLICY ?= passive
 SETUP = $(PYTHON) tools/environment.py --venv $(VENV)
 
-.PHONY: help demo serve test test-full docs build wheel venv clean distclean
+.PHONY: help demo serve test test-full docs build wheel image venv clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +25,7 @@ help:
 	@echo "make docs       set up, then build the documentation into build/site"
 	@echo "make build      compile for every GPU architecture that nvcc knows of the supported ones"
 	@echo "make wheel      set up, then build source archive and wheel into dist/ (CUDA included if nvcc is found)"
+	@echo "make image      container image with ENGINE=docker for DEVICE=cuda or cpu (docker/README.md; ARGS: options of the engine)"
 	@echo "make venv       the environment alone ($(VENV), with the pinned SGLang)"
 	@echo "make clean      remove what was compiled or written by a run; distclean: the environment too"
 
@@ -35,6 +38,11 @@ build:
 wheel:
 	@$(SETUP) sglang
 	@$(RUN) tools/wheel.py $(ARGS)
+
+# A shell gives the commit, because the context that is sent holds no .git.
+image:
+	$(ENGINE) build -f docker/Dockerfile -t treewy-sglang:$(DEVICE) --build-arg DEVICE=$(DEVICE) \
+	    --build-arg COMMIT=$$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown) $(ARGS) .
 
 demo:
 	@$(SETUP) patched --arch local

@@ -16,14 +16,14 @@ case "${1-}" in
     *) exec "$@" ;;
 esac
 
-model="" device="" previous=""
+model="" chosen="" previous=""
 for word in "$@"; do
     case "$previous" in
         --model-path | --model) model=$word ;;
     esac
     case "$word" in
         --model-path=* | --model=*) model=${word#*=} ;;
-        --device | --device=*) device=given ;;
+        --device | --device=*) chosen=yes ;;
         --port | --port=*) stop "--port is set from the variable PORT (now $PORT), which the health check reads too: docker run -e PORT=..." ;;
         --host | --host=*) stop "--host is set from the variable HOST (now $HOST): docker run -e HOST=..." ;;
     esac
@@ -40,5 +40,5 @@ case "$model" in
         ;;
 esac
 
-[ -n "$device" ] || set -- --device "$DEVICE" "$@"
+[ -n "$chosen" ] || set -- --device "$DEVICE" "$@"
 exec python -m sglang.launch_server --host "$HOST" --port "$PORT" "$@"
