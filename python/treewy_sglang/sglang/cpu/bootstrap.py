@@ -106,8 +106,8 @@ def activate(
 ) -> bool:
     """Put the overlay first on the import path of this process and of its children; True if it is there.
 
-    Unless CPU is asked for, only :mod:`..float32` is given its chance. A CPU build of sgl_kernel is left alone, and so is a stand-in that
-    the user put on PYTHONPATH.
+    Unless CPU is asked for, only :mod:`..float32` is given its chance. A CPU build of sgl_kernel is left alone, and so is a
+    stand-in that the user put on PYTHONPATH.
     """
     argv = sys.argv if argv is None else argv
     environ = os.environ if environ is None else environ

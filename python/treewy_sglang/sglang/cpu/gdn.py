@@ -1,4 +1,5 @@
-"""Gated DeltaNet in torch, for CPU (:func:`delta_prefill` also serves float32 on CUDA, see ..float32): the operators between the projections of a GDN layer.
+"""Gated DeltaNet in torch, for CPU: the operators between the projections of a GDN layer. :func:`delta_prefill` also
+serves float32 on CUDA, see ..float32.
 
 Letters: N requests, n tokens of all requests, D convolution channels, W taps, H key heads, HV value heads (a
 multiple of H), K key width, V value width, C tokens of a chunk. State pools are ``[slots, HV, V, K]`` (row =
