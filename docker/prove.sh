@@ -120,6 +120,8 @@ unshare --net python3 -c "$loopback" &
 holder=$!
 inside() { nsenter --net="/proc/$holder/ns/net" "$@"; }
 c=$(b from localhost/treewy:cpu)
+# buildah would put empty directories over the mounts below; an engine lets the mounts win.
+b config --volume /models- --volume /cache- "$c"
 root=$(b mount "$c")
 rm -rf "$work/models" "$work/cache"
 install -d "$work/models" "$work/logs"
