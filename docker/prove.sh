@@ -2,24 +2,26 @@
 # Builds the CPU image without a container engine and has it answer prompts. Prints one PASS line for each thing shown, ends
 # with status 1 at the first that fails, and removes what it made.
 #
-#   docker/prove.sh [--model DIR] [--work DIR] [--keep]
+#   docker/prove.sh [--model DIR] [--work DIR] [--keep] [--built]
 #
 #   --model DIR   a small Qwen3-Next checkpoint; without it the image makes the one of `make demo`
 #   --work DIR    where images, downloads and logs go (30 GB); a directory that is kept makes the next run faster
 #   --keep        leave it there; the images are then under DIR/storage
+#   --built       with --work: build nothing, take the image that an earlier run has left there
 #
 # Debian, as root: apt-get install buildah debootstrap. Settings of pip on this machine (index, certificates, proxy) reach the
 # build as secrets. SUITE and MIRROR choose another Debian for the base.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SUITE=${SUITE:-bookworm} MIRROR=${MIRROR:-http://deb.debian.org/debian}
-model="" work="" keep=0
+model="" work="" keep=0 built=0
 while [ $# -gt 0 ]; do
     case "$1" in
         --model) model=$(realpath "$2"); shift 2 ;;
         --work) mkdir -p "$2"; work=$(realpath "$2"); shift 2 ;;
         --keep) keep=1; shift ;;
-        *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 64 ;;
+        --built) built=1; shift ;;
+        *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 64 ;;
     esac
 done
 
@@ -32,7 +34,7 @@ done
 [ "$(id -u)" = 0 ] || { echo "FAIL  debootstrap and chroot isolation need root" >&2; exit 1; }
 work=${work:-$(mktemp -d /var/tmp/treewy-image.XXXXXX)}
 free=$(df --output=avail -BG "$work" | tail -n 1 | tr -dc 0-9)
-[ "$free" -ge 30 ] || { echo "FAIL  $work has $free GB free, 30 are needed" >&2; exit 1; }
+[ $built = 1 ] || [ "$free" -ge 30 ] || { echo "FAIL  $work has $free GB free, 30 are needed" >&2; exit 1; }
 mkdir -p "$work/tmp"
 export TMPDIR=$work/tmp # buildah's cache mounts lie here too
 b() { local verb=$1; shift; buildah --root "$work/storage" --runroot "$work/runroot" "$verb" "$@"; }
@@ -47,53 +49,65 @@ cleanup() {
     b rm --all > /dev/null 2>&1 || true
     if [ $keep = 0 ]; then
         b rmi --all --force > /dev/null 2>&1 || true
-        rm -rf "$work"
+        umount "$work/storage/overlay" 2> /dev/null || true # the driver mounts it on itself
+        # Its own files only: the directory may hold others.
+        rm -rf "$work"/{storage,runroot,tmp,base,models,cache,logs} "$work"/{base.log,build.log,pip,ca,image.json,config,before} "$work"/answer-*
+        rmdir "$work" 2> /dev/null || true
     fi
 }
 trap cleanup EXIT
 trap 'exit 130' INT TERM
 
-# ---- a base to build on ----------------------------------------------------------------------------------------------------
-log=$work/base.log
-if ! b inspect --type image localhost/base > /dev/null 2>&1; then
-    rm -rf "$work/base"
-    debootstrap --variant=minbase "$SUITE" "$work/base" "$MIRROR" > "$log" 2>&1 || fail "debootstrap $SUITE"
-    rm -rf "$work"/base/var/cache/apt/archives/*.deb "$work"/base/var/lib/apt/lists/*
-    c=$(b from scratch)
-    { b add --quiet "$c" "$work/base" / && b config --cmd /bin/bash "$c" && b commit --quiet --rm "$c" localhost/base; } >> "$log" 2>&1 || fail "base image"
-    rm -rf "$work/base"
-fi
-digest=$(b inspect --type image --format '{{.FromImageDigest}}' localhost/base)
-base=localhost/base@$digest
-pass "base: Debian $SUITE by debootstrap, $base"
+make_base() {
+    log=$work/base.log
+    if ! b inspect --type image localhost/base > /dev/null 2>&1; then
+        rm -rf "$work/base"
+        debootstrap --variant=minbase "$SUITE" "$work/base" "$MIRROR" > "$log" 2>&1 || fail "debootstrap $SUITE"
+        rm -rf "$work"/base/var/cache/apt/archives/*.deb "$work"/base/var/lib/apt/lists/*
+        c=$(b from scratch)
+        { b add --quiet "$c" "$work/base" / && b config --cmd /bin/bash "$c" && b commit --quiet --rm "$c" localhost/base; } >> "$log" 2>&1 || fail "base image"
+        rm -rf "$work/base"
+    fi
+    base=localhost/base@$(b inspect --type image --format '{{.FromImageDigest}}' localhost/base)
+    pass "base: Debian $SUITE by debootstrap, $base"
+}
 
-# ---- the image -------------------------------------------------------------------------------------------------------------
 # Only what holds inside the build: a directory of this machine does not.
-python3 - "$work" << 'END' || fail "settings of pip"
+settings_of_pip='
 import os, shutil, subprocess, sys
-work, kept, ca = sys.argv[1], {}, None
+work, kept = sys.argv[1], {}
 listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
 for line in listed.splitlines():
     name, _, value = line.partition("=")
-    name, value = name.rpartition(".")[2], value.strip("'\"")
-    if name == "cert" or name in ("index-url", "proxy", "trusted-host", "default-timeout", "timeout", "retries"):
+    name, value = name.rpartition(".")[2], value.strip("\"\x27")
+    if name in ("cert", "index-url", "proxy", "trusted-host", "default-timeout", "timeout", "retries"):
         kept[name] = value
     elif name == "extra-index-url":
         kept[name] = " ".join(v for v in value.replace("\\n", " ").split() if v.startswith("http"))
-ca = kept.pop("cert", None) or "/etc/ssl/certs/ca-certificates.crt"
-shutil.copyfile(ca, f"{work}/ca")
+shutil.copyfile(kept.pop("cert", "/etc/ssl/certs/ca-certificates.crt"), f"{work}/ca")
 with open(os.open(f"{work}/pip", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as sink:
     sink.write("[global]\ncert = /run/secrets/ca\n" + "".join(f"{k} = {v}\n" for k, v in kept.items() if v))
-END
-commit=$(git rev-parse --short=12 HEAD 2> /dev/null || cat GIT_COMMIT 2> /dev/null || echo unknown)
-git diff --quiet HEAD 2> /dev/null || commit=$commit-dirty
-log=$work/build.log
-b build --isolation chroot --format docker --layers=false --file docker/Dockerfile --tag localhost/treewy:cpu \
-    --build-arg BASE_IMAGE="$base" --build-arg DEVICE=cpu --build-arg COMMIT="$commit" \
-    --secret id=pip,src="$work/pip" --secret id=ca,src="$work/ca" . > "$log" 2>&1 || fail "build"
-pass "build: docker/Dockerfile, DEVICE=cpu, commit $commit"
-grep -q 'CPU-only operators' "$log" || fail "the build did not say which operators it makes"
-grep -q '"cuda": False\|.cuda.: False' "$log" || fail "the final stage did not look at the operators"
+'
+make_image() {
+    python3 -c "$settings_of_pip" "$work" || fail "settings of pip"
+    commit=$(git rev-parse --short=12 HEAD 2> /dev/null || cat GIT_COMMIT 2> /dev/null || echo unknown)
+    git diff --quiet HEAD 2> /dev/null || commit=$commit-dirty
+    log=$work/build.log
+    b build --isolation chroot --format docker --layers=false --file docker/Dockerfile --tag localhost/treewy:cpu \
+        --build-arg BASE_IMAGE="$base" --build-arg DEVICE=cpu --build-arg COMMIT="$commit" \
+        --secret id=pip,src="$work/pip" --secret id=ca,src="$work/ca" . > "$log" 2>&1 || fail "build"
+    grep -q 'CPU-only operators' "$log" || fail "the build did not say which operators it makes"
+    grep -q "'cuda': False" "$log" || fail "the final stage did not look at the operators"
+    pass "build: docker/Dockerfile, DEVICE=cpu, commit $commit; CPU-only operators, patches and self-test checked in the last stage"
+}
+
+if [ $built = 0 ]; then
+    make_base
+    make_image
+else
+    commit=$(b inspect --type image --format '{{index .Docker.Config.Labels "org.opencontainers.image.revision"}}' localhost/treewy:cpu)
+    echo "      not built again: the image in $work, of commit $commit"
+fi
 
 b inspect --type image localhost/treewy:cpu > "$work/image.json"
 python3 - "$work/image.json" "$commit" << 'END' > "$work/config" || fail "configuration of the image"
@@ -120,6 +134,8 @@ unshare --net python3 -c "$loopback" &
 holder=$!
 inside() { nsenter --net="/proc/$holder/ns/net" "$@"; }
 c=$(b from localhost/treewy:cpu)
+# buildah would put empty directories over the mounts below; an engine lets the mounts win.
+b config --volume /models- --volume /cache- "$c"
 root=$(b mount "$c")
 rm -rf "$work/models" "$work/cache"
 install -d "$work/models" "$work/logs"
