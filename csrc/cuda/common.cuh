@@ -75,6 +75,16 @@ __device__ __forceinline__ void count_error(int64_t* errors, ErrorKind kind) {
   if (errors != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(errors) + kind, 1ull);
 }
 
+// Shared memory that one block may ask for, by compute capability (86: 8.6), as CUDA's table of capabilities has it.
+__host__ __device__ constexpr int shared_limit_of(int capability) {
+  return capability == 80 || capability == 87 ? 163 * 1024 : capability / 10 == 8 || capability / 10 == 12 ? 99 * 1024 : 227 * 1024;
+}
+#ifdef __CUDA_ARCH__
+constexpr int kSharedLimit = shared_limit_of(__CUDA_ARCH__ / 10);
+#else
+constexpr int kSharedLimit = 0;  // of no use on the host, which asks the device
+#endif
+
 // Dynamic shared memory above 48 KB has to be asked for once per kernel and device.
 template <class Kernel>
 cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& done) {

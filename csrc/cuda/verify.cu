@@ -27,9 +27,12 @@ cudaError_t device_facts(DeviceFacts& f) {
   if (e != cudaSuccess) return e;
   uint64_t w = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
   if (w == 0) {
-    int shared = 0, count = 0;
+    int shared = 0, count = 0, capability = 0;
+    if ((e = code_capability(capability)) != cudaSuccess) return e;
     if ((e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) != cudaSuccess) return e;
     if ((e = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess) return e;
+    // Code for a capability with less shared memory lacks the kernels that its own parts have no room for (8.6 code on 8.7).
+    if (shared > shared_limit_of(capability)) shared = shared_limit_of(capability);
     w = static_cast<uint64_t>(shared) << 32 | static_cast<uint32_t>(count);
     if (device < kDevices) known[device].store(w, std::memory_order_relaxed);
   }
@@ -94,7 +97,10 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
   if (!cuda::fits_tensor_cores(p) || p.N > 65535 || p.HV > 65535) return cuda::launch_verify_generic(p, s);
   cuda::DeviceFacts facts;
   cudaError_t e = cuda::device_facts(facts);
-  if (e != cudaSuccess) return e;
+  if (e != cudaSuccess) {
+    cudaGetLastError();  // not for whoever asks next
+    return e;
+  }
   const int limit = facts.shared_limit;
   const bool half = p.state_dtype != DType::kFloat32, conv = p.mixed_qkv != nullptr;
   int r = cudaErrorNotSupported;

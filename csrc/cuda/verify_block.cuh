@@ -65,5 +65,23 @@ int launch_verify_block(const VerifyParams& p, int warps, int shared_limit, cuda
   return cudaGetLastError();
 }
 
+// Every instance of one head dimension; each has a file of its own, so that they compile side by side.
+template <int K, bool HalfState, bool Conv>
+int launch_verify_block_nodes(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
+  if (p.T <= 16) return launch_verify_block<VerifyTile<K, 2, HalfState, Conv>>(p, warps, shared_limit, stream);
+  return launch_verify_block<VerifyTile<K, 16, HalfState, Conv>>(p, warps, shared_limit, stream);
+}
+
+template <int K>
+int launch_verify_block_any(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
+  const bool conv = p.mixed_qkv != nullptr;
+  if (p.state_dtype == DType::kFloat32) {
+    return conv ? launch_verify_block_nodes<K, false, true>(p, warps, shared_limit, stream)
+                : launch_verify_block_nodes<K, false, false>(p, warps, shared_limit, stream);
+  }
+  return conv ? launch_verify_block_nodes<K, true, true>(p, warps, shared_limit, stream)
+              : launch_verify_block_nodes<K, true, false>(p, warps, shared_limit, stream);
+}
+
 }  // namespace cuda
 }  // namespace treewy

@@ -8,6 +8,10 @@ namespace cuda {
 
 int launch_verify_generic(const VerifyParams& p, cudaStream_t stream);
 
+// Capability that the code which runs on the current device was compiled for (86: compute_86). Below the device's own when
+// the build does not hold it; cudaErrorNoKernelImageForDevice when it holds nothing that the device runs.
+cudaError_t code_capability(int& capability);
+
 // One function per instantiation file; cudaErrorNotSupported: does not fit, try the next.
 int launch_verify_block_k64(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
 int launch_verify_block_k128(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);

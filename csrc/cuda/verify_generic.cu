@@ -181,6 +181,13 @@ __global__ void __launch_bounds__(kThreads) verify_generic_kernel(const __grid_c
 
 }  // namespace
 
+cudaError_t code_capability(int& capability) {
+  cudaFuncAttributes a;
+  const cudaError_t e = cudaFuncGetAttributes(&a, verify_generic_kernel<64>);
+  capability = e == cudaSuccess ? a.ptxVersion : 0;
+  return e;
+}
+
 int launch_verify_generic(const VerifyParams& p, cudaStream_t stream) {
   const int64_t blocks = static_cast<int64_t>(p.N) * p.HV * (p.V / kRows);
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;

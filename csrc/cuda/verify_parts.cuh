@@ -223,8 +223,8 @@ struct Prep {
   int* jump;          // [Tpad] scratch
   int* skip;          // nonzero: the row is skipped
 
-  __host__ __device__ static int nodes(int T) { return (T + Tile::kBlockNodes - 1) / Tile::kBlockNodes * Tile::kBlockNodes; }
-  __host__ __device__ static int bytes(int T) {
+  __host__ __device__ static constexpr int nodes(int T) { return (T + Tile::kBlockNodes - 1) / Tile::kBlockNodes * Tile::kBlockNodes; }
+  __host__ __device__ static constexpr int bytes(int T) {
     const int Tpad = nodes(T), blocks = Tpad / Tile::kBlockNodes;
     return 2 * Tpad * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
            Tpad * 4 * (8 + Tile::kWords) + 16;

@@ -30,11 +30,12 @@ struct Stream {
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
   // Raw k and q rows of a group's item, with three older columns of a convolution behind; raw v columns of a consumer.
-  __host__ __device__ static int raw_bytes(int T) { return (Prep<Tile>::nodes(T) + (Tile::kConv ? 3 : 0)) * 512; }
-  __host__ __device__ static int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::nodes(T) + 4) * 32 : 0; }
-  static int bytes(int T) {
+  __host__ __device__ static constexpr int raw_bytes(int T) { return (Prep<Tile>::nodes(T) + (Tile::kConv ? 3 : 0)) * 512; }
+  __host__ __device__ static constexpr int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::nodes(T) + 4) * 32 : 0; }
+  __host__ __device__ static constexpr int bytes(int T) {
     return kBarrierBytes + kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
   }
+  static constexpr int kLeastNodes = NT == 1 ? 1 : 4 * NT + 1;  // shorter drafts take the kernel of half the tiles
 };
 
 // Buffers change hands through mbarriers: a consumer warp waits for its producers only, never for the other consumers.
@@ -169,6 +170,8 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
     verify_stream_kernel(const __grid_constant__ VerifyParams p, const __grid_constant__ StreamLaunch q) {
   using S = Stream<Tile>;
   constexpr int K = Tile::K;
+  // Where not even the shortest draft finds room, the launcher never comes here: no code for that architecture.
+  if constexpr (S::bytes(S::kLeastNodes) > kSharedLimit) return;
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int prep_bytes = Prep<Tile>::bytes(p.T);

@@ -75,6 +75,24 @@ def test_no_kernel_spills_more_than_known():
     assert not worse, "\n".join(worse)
 
 
+def test_every_architecture_holds_every_kernel():
+    info = treewy_sglang.build_info()
+    if not info["cuda"]:
+        pytest.skip("built without CUDA: no nvcc, no kernels, or TREEWY_CUDA=0")
+    found: dict[str, dict[str, int]] = {}
+    for name, arch, registers, _ in kernels(LOG.read_text()):
+        found.setdefault(arch, {})[short(name)] = registers
+    asked = {arch.removesuffix("+PTX") for arch in info["architectures"]}
+    assert set(found) == asked
+    names = set().union(*found.values())
+    assert {arch: sorted(names - set(of)) for arch, of in found.items()} == {arch: [] for arch in found}
+    # A kernel without room for its shared memory is compiled empty; where shared memory is largest there is none.
+    empty = {arch: [name for name, registers in of.items() if registers < 16] for arch, of in found.items()}
+    for arch, of in empty.items():
+        assert all(name.startswith("verify_stream_kernel") for name in of), arch
+    assert not any(of for arch, of in empty.items() if arch.startswith(("sm_90", "sm_10"))), empty
+
+
 def test_nvcc_means_kernels():
     """Where nvcc is, `make test` compiles the kernels: a machine with nvcc that tests only the CPU would hide a break."""
     import os
