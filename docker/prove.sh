@@ -10,10 +10,11 @@
 #   --built       with --work: build nothing, take the image that an earlier run has left there
 #
 # Debian, as root: apt-get install buildah debootstrap. Settings of pip on this machine (index, certificates, proxy) reach the
-# build as secrets. SUITE and MIRROR choose another Debian for the base.
+# build as secrets. SUITE and MIRROR choose another Debian for the base than
+# bookworm from debootstrap's own mirror.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-SUITE=${SUITE:-bookworm} MIRROR=${MIRROR:-http://deb.debian.org/debian}
+SUITE=${SUITE:-bookworm} MIRROR=${MIRROR:-}
 model="" work="" keep=0 built=0
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -62,7 +63,7 @@ make_base() {
     log=$work/base.log
     if ! b inspect --type image localhost/base > /dev/null 2>&1; then
         rm -rf "$work/base"
-        debootstrap --variant=minbase "$SUITE" "$work/base" "$MIRROR" > "$log" 2>&1 || fail "debootstrap $SUITE"
+        debootstrap --variant=minbase "$SUITE" "$work/base" ${MIRROR:+"$MIRROR"} > "$log" 2>&1 || fail "debootstrap $SUITE"
         rm -rf "$work"/base/var/cache/apt/archives/*.deb "$work"/base/var/lib/apt/lists/*
         c=$(b from scratch)
         { b add --quiet "$c" "$work/base" / && b config --cmd /bin/bash "$c" && b commit --quiet --rm "$c" localhost/base; } >> "$log" 2>&1 || fail "base image"
