@@ -5,7 +5,7 @@
 #   docker/prove.sh [--model DIR] [--work DIR] [--keep] [--built]
 #
 #   --model DIR   a small Qwen3-Next checkpoint; without it the image makes the one of `make demo`
-#   --work DIR    where images, downloads and logs go (30 GB); a directory that is kept makes the next run faster
+#   --work DIR    where images, downloads and logs go (50 GB while it commits the image); a directory that is kept makes the next run faster
 #   --keep        leave it there; the images are then under DIR/storage
 #   --built       with --work: build nothing, take the image that an earlier run has left there
 #
@@ -35,7 +35,7 @@ done
 [ "$(id -u)" = 0 ] || { echo "FAIL  debootstrap and chroot isolation need root" >&2; exit 1; }
 work=${work:-$(mktemp -d /var/tmp/treewy-image.XXXXXX)}
 free=$(df --output=avail -BG "$work" | tail -n 1 | tr -dc 0-9)
-[ $built = 1 ] || [ "$free" -ge 30 ] || { echo "FAIL  $work has $free GB free, 30 are needed" >&2; exit 1; }
+[ $built = 1 ] || [ "$free" -ge 50 ] || { echo "FAIL  $work has $free GB free, 50 are needed" >&2; exit 1; }
 mkdir -p "$work/tmp"
 export TMPDIR=$work/tmp # buildah's cache mounts lie here too
 b() { local verb=$1; shift; buildah --root "$work/storage" --runroot "$work/runroot" "$verb" "$@"; }

@@ -3,7 +3,7 @@
 --device cpu|cuda   where the operator tests run; the tests themselves are the same
 --require-gpu       a test that would be skipped because no GPU is there fails instead
 --wheel FILE        tests/packaging also installs this wheel into an environment of its own and goes all the way to an answer
---image             tests/docker builds the CPU image and gets an answer from it (root, buildah, debootstrap; 30 GB)
+--image             tests/docker builds the CPU image and gets an answer from it (root, buildah, debootstrap; 50 GB)
 """
 
 import os

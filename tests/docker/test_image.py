@@ -324,7 +324,7 @@ def test_readme_uses_what_exists():
 
 def test_the_cpu_image_answers(request, tmp_path):
     if not request.config.getoption("--image"):
-        return  # opted into: root, buildah and debootstrap, 30 GB of disk, a download of 5 GB
+        return  # opted into: root, buildah and debootstrap, 50 GB of disk, a download of 5 GB
     done = subprocess.run([str(DOCKER / "prove.sh")], capture_output=True, text=True)
     print(done.stdout, done.stderr)
     assert done.returncode == 0 and "PASS  all" in done.stdout
