@@ -9,13 +9,9 @@ namespace treewy {
 namespace cuda {
 namespace {
 
-
 constexpr int kThreads = 256;
 constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
-#ifndef COMMIT_BLOCKS
-#define COMMIT_BLOCKS 3
-#endif
-constexpr int kCommitBlocks = COMMIT_BLOCKS;
+constexpr int kBlocks = 3;            // a multiprocessor: 80 registers a thread, 96 KB of state in flight
 constexpr int kConvChannels = 2048;   // channels of one convolution block
 
 struct CommitLaunch {
@@ -386,7 +382,7 @@ __device__ __noinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
 }
 
 template <class State, int K>
-__global__ void __launch_bounds__(kThreads, kCommitBlocks) commit_kernel(const __grid_constant__ CommitLaunch c) {
+__global__ void __launch_bounds__(kThreads, kBlocks) commit_kernel(const __grid_constant__ CommitLaunch c) {
   if (blockIdx.x < c.conv_total) {
     commit_conv(c, blockIdx.x);
   } else {

@@ -4,12 +4,6 @@
 #include "common.cuh"
 #include "verify_common.cuh"
 
-#ifdef TREEWY_TUNE
-extern "C" {
-int treewy_tune_warps = 0;
-}
-#endif
-
 namespace treewy {
 namespace cuda {
 namespace {
@@ -62,20 +56,9 @@ bool fits_tensor_cores(const VerifyParams& p) {
          p.out_stride_token % 2 == 0 && p.out_stride_head % 2 == 0;
 }
 
-bool use_stream() {
-#ifdef TREEWY_TUNE
-  return treewy_tune_warps == 0;
-#else
-  return true;
-#endif
-}
-
 // Warps of a block: as many value channels as possible share the preparation of k, q and the coefficients, but a small
 // batch is spread until every multiprocessor has a block.
 int choose_warps(const VerifyParams& p, int multiprocessors) {
-#ifdef TREEWY_TUNE
-  if (treewy_tune_warps != 0) return treewy_tune_warps;
-#endif
   int warps = p.V / 16 < 8 ? p.V / 16 : 8;
   const int64_t slabs = static_cast<int64_t>(p.N) * p.HV * (p.V / 16);
   while (warps > 2 && slabs / warps < 2 * multiprocessors) warps /= 2;
@@ -91,9 +74,6 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
       (p.mixed_qkv != nullptr && p.W > kMaxConvWidth))
     return cudaErrorInvalidValue;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-#ifdef TREEWY_TUNE
-  if (treewy_tune_warps < 0) return cuda::launch_verify_generic(p, s);
-#endif
   if (!cuda::fits_tensor_cores(p) || p.N > 65535 || p.HV > 65535) return cuda::launch_verify_generic(p, s);
   cuda::DeviceFacts facts;
   cudaError_t e = cuda::device_facts(facts);
@@ -104,7 +84,7 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
   const int limit = facts.shared_limit;
   const bool half = p.state_dtype != DType::kFloat32, conv = p.mixed_qkv != nullptr;
   int r = cudaErrorNotSupported;
-  if (p.K == 128 && p.T <= 64 && cuda::use_stream()) {
+  if (p.K == 128 && p.T <= 64) {
     const int count = facts.multiprocessors;
     if (half) {
       r = conv ? cuda::launch_verify_stream_half_conv(p, count, limit, s) : cuda::launch_verify_stream_half(p, count, limit, s);

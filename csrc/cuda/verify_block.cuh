@@ -46,7 +46,9 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
     __syncthreads();
     prepare_inverse<Tile>(s, warp, warps, lane);
   }
-  solve_rows<Tile, false>(p, n, hv, slot, row0, lane, s, state, state_at, [] {
+  uint32_t v[2 * Tile::kBlockTiles] = {};
+  if constexpr (!Tile::kConv) load_values<Tile>(p, n, hv, row0, lane, 0, v);
+  solve_rows<Tile, false>(p, n, hv, slot, row0, lane, s, state, state_at, v, [] {
     __syncthreads();
     return true;
   });

@@ -27,6 +27,10 @@ struct VerifyTile {
   static constexpr int kDiagFloats = kBlockNodes * 4 * 4 * kBlockTiles;
 };
 
+// Tensor cores truncate their sums to float32, which loses half a unit in the last place on average and always towards
+// zero. What is lost on average is given back: relative to the result, for one product and for a chain of two.
+constexpr float kLossOne = 0.7f / 16777216.f, kLossChain = 1.2f / 16777216.f;
+
 constexpr float kCoefficientScale = 16384.f;  // coefficients are at most 1: this keeps their low parts normal float16
 
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -200,7 +204,8 @@ struct StateFragments {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float sum = kChains == 2 ? part[0][e] + part[1][e] : (part[0][e] + part[1][e]) + (part[kChains - 2][e] + part[kChains - 1][e]);
-      c[e] = Tile::kChunks == 1 ? sum * inverse[e >> 1] : fmaf(sum, inverse[e >> 1], c[e]);
+      const float restored = fmaf(sum, kLossChain, sum);
+      c[e] = Tile::kChunks == 1 ? restored * inverse[e >> 1] : fmaf(restored, inverse[e >> 1], c[e]);
     }
   }
 };
@@ -258,22 +263,28 @@ __device__ __forceinline__ int load_parents(const VerifyParams& p, int n, const 
   return bad;
 }
 
+// A float as it stands in memory: loads that are to be in flight together must not be looked at, and converting is looking.
+__device__ __forceinline__ uint32_t load_raw(const void* base, int64_t i, DType dtype) {
+  return dtype == DType::kFloat32 ? static_cast<const uint32_t*>(base)[i] : static_cast<const uint16_t*>(base)[i];
+}
+__device__ __forceinline__ float raw_float(uint32_t raw, DType dtype) {
+  return dtype == DType::kFloat32 ? __uint_as_float(raw) : unpack_half2(raw, dtype == DType::kBFloat16).x;
+}
+
 // What the gates of a row read from memory; lane t (and t + 32, ..) has node t.
 template <class Tile>
 struct GateInput {
   static constexpr int kPerLane = Tile::NT <= 4 ? 1 : Tile::NT / 4;
-  float A, dt, a[kPerLane], b[kPerLane];
+  uint32_t A, dt, a[kPerLane], b[kPerLane];
   __device__ __forceinline__ void load(const VerifyParams& p, int n, int hv, int lane) {
-    A = load_float(p.A_log, hv, p.A_log_dtype);
-    dt = load_float(p.dt_bias, hv, p.dt_bias_dtype);
+    A = load_raw(p.A_log, hv, p.A_log_dtype);
+    dt = load_raw(p.dt_bias, hv, p.dt_bias_dtype);
+    const int64_t token = static_cast<int64_t>(n) * p.T + lane;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int t = lane + 32 * i;
-      a[i] = b[i] = 0.f;
-      if (t < p.T) {
-        const int64_t token = static_cast<int64_t>(n) * p.T + t;
-        a[i] = load_float(p.a, token * p.a_stride_token + hv, p.act_dtype);
-        b[i] = load_float(p.b, token * p.b_stride_token + hv, p.act_dtype);
+      if (lane + 32 * i < p.T) {
+        a[i] = load_raw(p.a, (token + 32 * i) * p.a_stride_token + hv, p.act_dtype);
+        b[i] = load_raw(p.b, (token + 32 * i) * p.b_stride_token + hv, p.act_dtype);
       }
     }
   }
@@ -293,8 +304,8 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
     float own = 0.f;
     beta[i] = 0.f;
     if (t < T) {
-      own = log_decay(in.A, in.a[i] + in.dt);
-      beta[i] = sigmoid(in.b[i]);
+      own = log_decay(raw_float(in.A, p.A_log_dtype), raw_float(in.a[i], p.act_dtype) + raw_float(in.dt, p.dt_bias_dtype));
+      beta[i] = sigmoid(raw_float(in.b[i], p.act_dtype));
       if (writes_g) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = own;
     }
     G[i] = own;
@@ -721,29 +732,34 @@ struct ValueInput {
   }
 };
 
+// v of one block of nodes, two adjacent channels a node, as a lane needs them.
+template <class Tile>
+__device__ __forceinline__ void load_values(const VerifyParams& p, int n, int hv, int row0, int lane, int b, uint32_t (&raw)[2 * Tile::kBlockTiles]) {
+  const int t0 = b * Tile::kBlockNodes + 2 * (lane & 3);
+  const uint16_t* at = static_cast<const uint16_t*>(p.v) + (static_cast<int64_t>(n) * p.T + t0) * p.v_stride_token + hv * p.v_stride_head +
+                       row0 + 2 * (lane >> 2);
+#pragma unroll
+  for (int c = 0; c < 2 * Tile::kBlockTiles; ++c) {
+    const int o = (c >> 1) * 8 + (c & 1);
+    raw[c] = t0 + o < p.T ? *reinterpret_cast<const uint32_t*>(at + o * p.v_stride_token) : 0u;
+  }
+}
+
 template <class Tile, bool kRawV, class Ready>
 __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv, int64_t slot, int row0, int lane, const Prep<Tile>& s,
-                                           StateFragments<Tile>& state, int64_t state_at, Ready ready, unsigned char* raw_v = nullptr) {
+                                           StateFragments<Tile>& state, int64_t state_at, const uint32_t (&v0)[2 * Tile::kBlockTiles], Ready ready,
+                                           unsigned char* raw_v = nullptr) {
   constexpr int K = Tile::K, V = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
   const int g = lane >> 2, q4 = lane & 3, T = p.T;
   const bool act_bf16 = p.act_dtype == DType::kBFloat16, state_bf16 = p.state_dtype == DType::kBFloat16;
   const int row = row0 + 2 * g;
   const int64_t token0 = static_cast<int64_t>(n) * T;
   const int64_t channel = Tile::kConv ? 2 * p.H * K + static_cast<int64_t>(hv) * V + row : 0;
-  const uint16_t* v_at = Tile::kConv ? static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel
-                                     : static_cast<const uint16_t*>(p.v) + (token0 + 2 * q4) * p.v_stride_token + hv * p.v_stride_head + row;
+  const uint16_t* v_at = static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel;
   ValueInput<Tile> v;
   v.template start<kRawV>(p, slot, channel, act_bf16, q4);
-  auto load_v = [&](int b) {
-    if constexpr (!Tile::kConv) {
 #pragma unroll
-      for (int c = 0; c < 2 * kBlockTiles; ++c) {
-        const int o = b * kBlockNodes + (c >> 1) * 8 + (c & 1);
-        v.raw[c] = o + 2 * q4 < T ? *reinterpret_cast<const uint32_t*>(v_at + o * p.v_stride_token) : 0u;
-      }
-    }
-  };
-  load_v(0);
+  for (int c = 0; c < 2 * kBlockTiles; ++c) v.raw[c] = v0[c];
   // Raw v columns of the warp's 16 channels, one row of 32 bytes a node, older columns behind: the taps then cost no walk
   // through memory. Kernels without the room for it read the taps where they are.
   uint32_t* raw_at = reinterpret_cast<uint32_t*>(raw_v) + g;
@@ -773,7 +789,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b) {
     if (b > 0 && b * kBlockNodes >= T) break;
-    if (b > 0) load_v(b);
+    if (b > 0 && !Tile::kConv) load_values<Tile>(p, n, hv, row0, lane, b, v.raw);
     float xk[kBlockTiles][4], xq[kBlockTiles][4];
 #pragma unroll
     for (int i = 0; i < kBlockTiles; ++i)
@@ -859,8 +875,8 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
           mma(cq, u_hi[jb], wq.x, wq.y);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], ck[e], xk[i][e]);
-            xq[i][e] = fmaf(u_inverse[jb][e >> 1], cq[e], xq[i][e]);
+            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], fmaf(ck[e], kLossOne, ck[e]), xk[i][e]);
+            xq[i][e] = fmaf(u_inverse[jb][e >> 1], fmaf(cq[e], kLossOne, cq[e]), xq[i][e]);
           }
         }
       }
@@ -931,7 +947,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         mma(c, uh, w.x, w.y);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          xq[i][e] = fmaf(u_inverse[b][e >> 1], c[e], xq[i][e]);
+          xq[i][e] = fmaf(u_inverse[b][e >> 1], fmaf(c[e], kLossOne, c[e]), xq[i][e]);
           xk[i][e] *= inverse[e >> 1];
         }
       }

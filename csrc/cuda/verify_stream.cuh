@@ -8,24 +8,20 @@
 namespace treewy {
 namespace cuda {
 
-constexpr int kConsumers = 8;  // warps; 16 channels each, so that an item of 128 channels is one turn
-#ifndef PRODUCERS
-#define PRODUCERS 4
-#endif
-#ifndef PNT
-#define PNT 2
-#endif
-
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT;
-  static constexpr int kProducers = NT <= PNT && !Tile::kConv ? PRODUCERS : 4;  // warps; 12 warps leave 168 registers a thread, 16 warps 128
+  // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168, which is what
+  // the convolution of v and the history of u of longer drafts need.
+  static constexpr int kConsumers = 8;
+  static constexpr int kProducers = NT <= 2 && !Tile::kConv ? 8 : 4;
+  static constexpr int kThreads = (kConsumers + kProducers) * 32;
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
-  static constexpr int kBuffers = NT == 1 ? (kProducers == 8 ? 8 : 6) : NT == 2 ? 4 : NT == 4 ? 3 : 2;
-  static constexpr int kStages = NT <= 4 ? 2 : 1;       // state tiles in flight a consumer; long drafts are not memory-bound
+  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 ? 3 : 2;
+  static constexpr int kStages = NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
   static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
@@ -42,11 +38,9 @@ struct Stream {
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))), "r"(count) : "memory");
 }
-// For the whole warp, whose earlier accesses it orders.
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, int lane) {
-  __syncwarp();
-  if (lane == 0)
-    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))) : "memory");
+// Every lane arrives for itself: compute-sanitizer's racecheck does not follow an elected lane's arrival.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
+  asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))) : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(bar));
@@ -94,12 +88,45 @@ struct Cursor {
   }
 };
 
+// What a consumer warp takes at a time: 16 channels of an item. Units go round the consumers.
+template <int kConsumers>
+struct Unit {
+  Cursor c;
+  int k, slab;  // k: which of the block's items
+  __device__ __forceinline__ Unit(const StreamLaunch& q, int HV, int warp) : c(q, HV, blockIdx.x), k(0), slab(warp) { settle(q, HV); }
+  __device__ __forceinline__ void advance(const StreamLaunch& q, int HV) {
+    slab += kConsumers;
+    settle(q, HV);
+  }
+  __device__ __forceinline__ void settle(const StreamLaunch& q, int HV) {
+    while (slab >= q.slabs) {
+      slab -= q.slabs;
+      ++k;
+      c.advance(q, HV);
+    }
+  }
+};
+
 // The slot as it stands in memory, not looked at, so that nobody waits for it; and what it means. -1: padding, -2: out of
 // range.
-__device__ __forceinline__ int64_t raw_slot_of(const VerifyParams& p, const StreamLaunch& q, const Cursor& c) {
-  return c.item < q.items ? load_index(p.state_indices, c.n) : -1;
+struct RawSlot {
+  int lo, hi;
+};
+__device__ __forceinline__ RawSlot raw_slot_of(const VerifyParams& p, const StreamLaunch& q, const Cursor& c) {
+  RawSlot r{-1, -1};
+  if (c.item < q.items) {
+    if (p.state_indices.is_int64) {
+      const int2 x = static_cast<const int2*>(p.state_indices.data)[c.n];
+      r.lo = x.x, r.hi = x.y;
+    } else {
+      r.lo = static_cast<const int*>(p.state_indices.data)[c.n];
+    }
+  }
+  return r;
 }
-__device__ __forceinline__ int checked_slot(const VerifyParams& p, int64_t slot) {
+__device__ __forceinline__ int checked_slot(const VerifyParams& p, const RawSlot& r) {
+  const int hi = p.state_indices.is_int64 ? r.hi : r.lo >> 31;
+  const int64_t slot = static_cast<int64_t>(hi) << 32 | static_cast<uint32_t>(r.lo);
   return slot >= p.slots || slot < -1 ? -2 : static_cast<int>(slot);
 }
 
@@ -107,7 +134,8 @@ __device__ __forceinline__ int checked_slot(const VerifyParams& p, int64_t slot)
 template <class Tile>
 struct ProducerInput {
   static constexpr int kGroup = Stream<Tile>::kGroup;
-  int slot, parent;
+  RawSlot raw_slot;
+  int parent;
   GateInput<Tile> gates;
   uint4 weight[Tile::kConv ? 4 : 1], bias, old[Tile::kConv ? 3 : 1];
 
@@ -115,7 +143,7 @@ struct ProducerInput {
     if (c.item >= q.items) return;
     constexpr int K = Tile::K;
     const int h = c.hv / q.heads_per_key, kind = lane >> 4, i = lane & 15;
-    slot = checked_slot(p, raw_slot_of(p, q, c));
+    raw_slot = raw_slot_of(p, q, c);
     const int t = gw * 32 + lane;
     parent = t < p.T ? (p.parents != nullptr ? p.parents[c.n * p.parents_stride_row + t] : t - 1) : -1;
     if constexpr (Tile::kConv) {
@@ -125,7 +153,8 @@ struct ProducerInput {
       for (int j = 0; j < 4; ++j) weight[j] = w[j];
       bias = make_uint4(0u, 0u, 0u, 0u);
       if (p.conv_bias != nullptr) bias = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_bias) + channel);
-      if (slot >= 0 && gw == 0) {
+      const int slot = gw == 0 ? checked_slot(p, raw_slot) : -1;
+      if (slot >= 0) {
         const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel;
 #pragma unroll
         for (int j = 0; j < 3; ++j) {  // old[0]: the newest column
@@ -166,7 +195,7 @@ struct ProducerInput {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 1)
+__global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
     verify_stream_kernel(const __grid_constant__ VerifyParams p, const __grid_constant__ StreamLaunch q) {
   using S = Stream<Tile>;
   constexpr int K = Tile::K;
@@ -181,45 +210,57 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
   uint64_t* empty = full + S::kBuffers;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kBuffers; ++i) {
-      mbarrier_init(full + i, S::kGroup);
-      mbarrier_init(empty + i, q.slabs);
+      mbarrier_init(full + i, S::kGroup * 32);
+      mbarrier_init(empty + i, q.slabs * 32);
     }
   }
   __syncthreads();
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
-  if (warp < kConsumers) {
-    if (warp >= q.slabs) return;
+  if (warp < S::kConsumers) {
     unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
-    auto prefetch = [&](const Cursor& c, int slot, int stage) {
+    using U = Unit<S::kConsumers>;
+    auto prefetch = [&](const U& u, int slot, int stage) {
       if (slot >= 0)
         StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state,
-                                       slot * p.state_stride_slot + c.hv * p.state_stride_head + (c.split * q.slabs + warp) * 16 * K, lane);
+                                       slot * p.state_stride_slot + u.c.hv * p.state_stride_head + (u.c.split * q.slabs + u.slab) * 16 * K, lane);
       asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    Cursor here(q, p.HV, blockIdx.x), ahead = here;  // ahead: the next item whose state is to be asked for
-    int slots[S::kStages];                           // of this item and of those on their way
+    U here(q, p.HV, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
+    int slots[S::kStages];                // of this unit and of those on their way
 #pragma unroll
     for (int i = 0; i < S::kStages; ++i) {
-      slots[i] = checked_slot(p, raw_slot_of(p, q, ahead));
+      slots[i] = checked_slot(p, raw_slot_of(p, q, ahead.c));
       prefetch(ahead, slots[i], i);
       ahead.advance(q, p.HV);
     }
-    int64_t raw_slot = raw_slot_of(p, q, ahead);
+    RawSlot raw_slot = raw_slot_of(p, q, ahead.c);
+    // v of the first block of nodes, one unit ahead of its use, where registers allow (with two stages `ahead` is too far for that).
+    constexpr bool kEarlyV = !Tile::kConv && S::kStages == 1 && Tile::NT == 1;
+    uint32_t v_next[2 * Tile::kBlockTiles] = {};
+    auto load_v = [&](const U& u) {
+      if (u.c.item < q.items) load_values<Tile>(p, u.c.n, u.c.hv, (u.c.split * q.slabs + u.slab) * 16, lane, 0, v_next);
+    };
+    if constexpr (kEarlyV) load_v(here);
 
-    for (int k = 0; here.item < q.items; ++k) {
-      const int buffer = k % S::kBuffers, use = k / S::kBuffers, stage = k % S::kStages;
-      const int row0 = (here.split * q.slabs + warp) * 16;
+    for (int turn = 0; here.c.item < q.items; ++turn) {
+      const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
+      const int row0 = (here.c.split * q.slabs + here.slab) * 16;
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
+      if constexpr (!Tile::kConv && !kEarlyV) load_v(here);
+      uint32_t v[2 * Tile::kBlockTiles];
+#pragma unroll
+      for (int c = 0; c < 2 * Tile::kBlockTiles; ++c) v[c] = v_next[c];
       auto ready = [&] {
         // The stage has been read into registers: refill it before waiting for the preparation.
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
         slots[S::kStages - 1] = next_slot;
-        prefetch(ahead, slots[S::kStages - 1], stage);
+        prefetch(ahead, next_slot, stage);
+        if constexpr (kEarlyV) load_v(ahead);
         ahead.advance(q, p.HV);
-        raw_slot = raw_slot_of(p, q, ahead);
+        raw_slot = raw_slot_of(p, q, ahead.c);
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
@@ -228,17 +269,17 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
       if (slot >= 0) {
         StateFragments<Tile> state;
         state.fetch(stages + stage * StateFragments<Tile>::kBytes, lane);
-        sound = solve_rows<Tile, true>(p, here.n, here.hv, slot, row0, lane, s, state, 0, ready,
-                                 raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
+        sound = solve_rows<Tile, true>(p, here.c.n, here.c.hv, slot, row0, lane, s, state, 0, v, ready,
+                                       raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
       } else {
         ready();
       }
-      if (!sound) write_zeros(p, here.n, here.hv, row0, 16, lane, 32);
-      mbarrier_arrive(empty + buffer, lane);
+      if (!sound) write_zeros(p, here.c.n, here.c.hv, row0, 16, lane, 32);
+      mbarrier_arrive(empty + buffer);
       here.advance(q, p.HV);
     }
   } else {
-    const int group = (warp - kConsumers) / S::kGroup, gw = (warp - kConsumers) % S::kGroup;
+    const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
     const int group_barrier = 1 + group;
     auto sync = [&] {
       if constexpr (S::kGroup == 1) {
@@ -276,8 +317,9 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
       } else {
         bad = barrier_or(group_barrier, S::kGroup * 32, bad);
       }
-      const bool skip = in.slot < 0 || bad;
-      if (skip && counts && in.slot != -1) count_error(p.errors, in.slot < 0 ? kErrorStateIndex : kErrorParent);
+      const int slot = checked_slot(p, in.raw_slot);
+      const bool skip = slot < 0 || bad;
+      if (skip && counts && slot != -1) count_error(p.errors, slot < 0 ? kErrorStateIndex : kErrorParent);
       if (tid == 0) *s.skip = skip;
       const Cursor now = here;
 #pragma unroll
@@ -319,7 +361,7 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
           prepare_inverse<Tile>(s, gw, S::kGroup, lane);
         }
       }
-      mbarrier_arrive(full + buffer, lane);
+      mbarrier_arrive(full + buffer);
     }
   }
 }
@@ -334,10 +376,11 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
   // A small batch is cut across value channels until every multiprocessor has an item.
-  q.slabs = kConsumers;
+  constexpr int kSlabs = Tile::K / 16;
+  q.slabs = kSlabs;
   const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
-  while (q.slabs > 2 && heads * kConsumers / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
-  q.splits = kConsumers / q.slabs;
+  while (q.slabs > 2 && heads * kSlabs / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
+  q.splits = kSlabs / q.slabs;
   if (heads * q.splits > 0x3fffffff) return cudaErrorInvalidConfiguration;
   q.items = static_cast<int>(heads * q.splits);
   const int blocks = q.items < multiprocessors ? q.items : multiprocessors;
@@ -345,7 +388,7 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   q.step_split = blocks % q.splits;
   q.step_head = blocks / q.splits % p.HV;
   q.step_row = blocks / q.splits / p.HV;
-  verify_stream_kernel<Tile><<<blocks, (kConsumers + S::kProducers) * 32, bytes, stream>>>(p, q);
+  verify_stream_kernel<Tile><<<blocks, S::kThreads, bytes, stream>>>(p, q);
   return cudaGetLastError();
 }
 
