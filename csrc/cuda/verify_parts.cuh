@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "ptx.cuh"
 #include "verify_common.cuh"
 
 namespace treewy {
@@ -32,31 +33,6 @@ struct VerifyTile {
 constexpr float kLossOne = 0.7f / 16777216.f, kLossChain = 1.2f / 16777216.f;
 
 constexpr float kCoefficientScale = 16384.f;  // coefficients are at most 1: this keeps their low parts normal float16
-
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same with a zero accumulator, which costs no moves.
-__device__ __forceinline__ void mma_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};\n"
-      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
-}
-
-__device__ __forceinline__ float4 load_stream_f4(const float* p) {
-  float4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
-  return x;
-}
-__device__ __forceinline__ uint2 load_stream_u2(const void* p) {
-  uint2 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-  return x;
-}
 
 __device__ __forceinline__ uint32_t f16x2(float lo, float hi) {
   __half2 h = __floats2half2_rn(lo, hi);
@@ -122,17 +98,15 @@ struct StateFragments {
   // Asynchronous copies into memory that only this lane reads: no barrier is ever needed for the state.
   __device__ __forceinline__ static void prefetch(unsigned char* buffer, const void* state, int64_t row_offset, int lane) {
     const int64_t at = row_offset + (lane >> 2) * 2 * Tile::K + (lane & 3) * 4;
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) + lane * (Tile::kHalfState ? 8 : 16);
+    const uint32_t to = shared_address(buffer) + lane * (Tile::kHalfState ? 8 : 16);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         if constexpr (Tile::kHalfState) {
-          asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + (r * kSteps + s) * 256),
-                       "l"(static_cast<const uint16_t*>(state) + at + r * Tile::K + s * 16) : "memory");
+          copy_async<8>(to + (r * kSteps + s) * 256, static_cast<const uint16_t*>(state) + at + r * Tile::K + s * 16);
         } else {
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (r * kSteps + s) * 512),
-                       "l"(static_cast<const float*>(state) + at + r * Tile::K + s * 16) : "memory");
+          copy_async<16>(to + (r * kSteps + s) * 512, static_cast<const float*>(state) + at + r * Tile::K + s * 16);
         }
       }
     }
@@ -385,8 +359,7 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
 // x / (1 + e^-x), rounded as the division routine rounds, without its branches.
 __device__ __forceinline__ float silu_fast(float x) {
   const float d = 1.f + expf(fminf(-x, 80.f));
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  float r = rcp_approx(d);
   r = fmaf(r, fmaf(-d, r, 1.f), r);
   const float quotient = x * r;
   return fmaf(fmaf(-quotient, d, x), r, quotient);
@@ -418,9 +391,7 @@ __device__ __forceinline__ void unpack8(const uint4& raw, bool is_bf16, float (&
 
 // e^x for x <= 0 from the hardware's exp2: as exact as expf where e^x matters, and flushed to zero below 2^-126.
 __device__ __forceinline__ float exp_decay(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * 1.4426950408889634f));
-  return r;
+  return exp2_approx(x * 1.4426950408889634f);
 }
 
 // Eight channels of a k or q row: norm, power-of-two scale, float16, fragment order. kLanes lanes share a row.
@@ -766,9 +737,8 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
   if constexpr (Tile::kConv) {
     if constexpr (kRawV) {
       for (int t = q4; t < T; t += 4)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(raw_at + t * 8))),
-                     "l"(v_at + t * p.mixed_qkv_stride_token) : "memory");
-      asm volatile("cp.async.commit_group;" ::: "memory");
+        copy_async<4>(shared_address(raw_at + t * 8), v_at + t * p.mixed_qkv_stride_token);
+      copy_commit();
     }
   }
   if constexpr (Tile::kChunks == 1) state.convert(state_bf16);
@@ -777,7 +747,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
   }
   if (!ready()) return false;
   if constexpr (Tile::kConv && kRawV) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");  // all but the state that was asked for last
+    copy_wait<1>();  // all but the state that was asked for last
     __syncwarp();
   }
 

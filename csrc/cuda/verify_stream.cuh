@@ -34,36 +34,6 @@ struct Stream {
   static constexpr int kLeastNodes = NT == 1 ? 1 : 4 * NT + 1;  // shorter drafts take the kernel of half the tiles
 };
 
-// Buffers change hands through mbarriers: a consumer warp waits for its producers only, never for the other consumers.
-__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))), "r"(count) : "memory");
-}
-// Every lane arrives for itself: compute-sanitizer's racecheck does not follow an elected lane's arrival.
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
-  asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))) : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(bar));
-  uint32_t done;
-  do {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#else
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#endif
-                 : "=r"(done) : "r"(at), "r"(parity) : "memory");
-  } while (!done);
-}
-// Named barriers of a producer group.
-__device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ int barrier_or(int id, int threads, int x) {
-  int r;
-  asm volatile(
-      "{ .reg .pred a, b; setp.ne.s32 a, %3, 0; barrier.cta.red.or.pred b, %1, %2, a; selp.s32 %0, 1, 0, b; }"
-      : "=r"(r) : "r"(id), "r"(threads), "r"(x) : "memory");
-  return r;
-}
-
 struct StreamLaunch {
   int items, splits, slabs;  // slabs of 16 channels an item; splits items a head
   int heads_per_key;         // HV / H
@@ -187,10 +157,10 @@ struct ProducerInput {
       from = is_k ? static_cast<const uint16_t*>(p.k) + h * p.k_stride_head : static_cast<const uint16_t*>(p.q) + h * p.q_stride_head;
     }
     from += (static_cast<int64_t>(c.n) * p.T + gw) * stride + i * 8;
-    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + gw * 512;
+    uint32_t to = shared_address(rows) + gw * 512;
     for (int t = gw; t < p.T; t += kGroup, from += kGroup * stride, to += kGroup * 512)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
+      copy_async<16>(to, from);
+    copy_commit();
   }
 };
 
@@ -224,7 +194,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (slot >= 0)
         StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state,
                                        slot * p.state_stride_slot + u.c.hv * p.state_stride_head + (u.c.split * q.slabs + u.slab) * 16 * K, lane);
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      copy_commit();
     };
     U here(q, p.HV, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
     int slots[S::kStages];                // of this unit and of those on their way
@@ -264,7 +234,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
-      asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
+      copy_wait<S::kStages - 1>();
       bool sound = false;
       if (slot >= 0) {
         StateFragments<Tile> state;
@@ -304,7 +274,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       const int tid = gw * 32 + lane;
       int bad = in.parent < -1 || in.parent >= (tid < p.T ? tid : 0);
       if (tid < s.Tpad) s.parent[tid] = in.parent;
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      copy_wait<0>();
       if constexpr (Tile::kConv) {
         if (gw == 0) {
 #pragma unroll

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# build.sh BINARY: the kernels and sanitize.cu (or PROGRAM), compiled for the host (x86-64, g++ 12 or newer); no GPU, no CUDA toolkit.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd); root=$(cd "$here/../../.." && pwd)
+work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
+mkdir -p "$work/csrc/cuda"
+cp "$root/csrc/params.h" "$work/csrc/"
+"${PYTHON:-python3}" - "$root/csrc/cuda" "$work/csrc/cuda" <<'P'
+import pathlib, re, sys
+for f in pathlib.Path(sys.argv[1]).iterdir():
+    if f.name == "ptx.cuh": continue
+    s = f.read_text().replace("extern __shared__", "extern").replace("__shared__", "static")
+    s = re.sub(r"((?:\w+::)*\w+(?:<[^<>;]*>)?)<<<(.*?)>>>\((.*?)\);", r"emu::launch([=] { \1(\3); }, \2);", s, flags=re.S)
+    pathlib.Path(sys.argv[2], f.stem + ".cu.cpp" if f.suffix == ".cu" else f.name).write_text(s)
+P
+cp "$here/ptx.cuh" "$work/csrc/cuda/"
+pids=()
+flags="-std=c++17 -O2 -march=native -D__CUDA_ARCH__=900 -Wno-unknown-pragmas -fno-strict-aliasing -I$here -I$work/csrc"
+for f in "$work"/csrc/cuda/*.cu.cpp "$here/emulate.cpp"; do ${CXX:-g++} $flags -c "$f" -o "$work/$(basename "$f").o"; done
+${CXX:-g++} $flags -x c++ "${PROGRAM:-$root/tests/cuda/sanitize.cu}" -x none "$work"/*.o -o "$1"
