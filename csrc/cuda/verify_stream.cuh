@@ -37,11 +37,36 @@ struct Stream {
 struct StreamLaunch {
   int items, splits, slabs;  // slabs of 16 channels an item; splits items a head
   int heads_per_key;         // HV / H
+  int leap_item, leap_split, leap_head, leap_row;  // the same for consumers / slabs items at once
   int step_split, step_head, step_row;  // gridDim.x in mixed radix (N, HV, splits): no divisions on the way
 };
 
 struct Cursor {
   int item, n, hv, split;
+  // To shared memory and back: a solve needs the registers. 16 bytes of the warp's own.
+  __device__ __forceinline__ void park(int4* at) const {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      int4 x;
+      x.x = item, x.y = n, x.z = hv, x.w = split;
+      *at = x;
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark(const int4* at) {
+    const int4 x = *at;
+    item = x.x, n = x.y, hv = x.z, split = x.w;
+  }
+  // As many steps as the consumers take items at a time.
+  __device__ __forceinline__ void leap(const StreamLaunch& q, int HV) {
+    item += q.leap_item;
+    split += q.leap_split;
+    hv += q.leap_head;
+    n += q.leap_row;
+    if (split >= q.splits) split -= q.splits, ++hv;
+    if (hv >= HV) hv -= HV, ++n;
+  }
+  Cursor() = default;
   __device__ __forceinline__ Cursor(const StreamLaunch& q, int HV, int first) {
     item = first;
     split = first % q.splits;
@@ -101,9 +126,8 @@ __device__ __forceinline__ int checked_slot(const VerifyParams& p, const RawSlot
 }
 
 // Everything a producer warp reads from memory for one item, on its way while the item before is being prepared.
-template <class Tile>
+template <class Tile, int kGroup = Stream<Tile>::kGroup>
 struct ProducerInput {
-  static constexpr int kGroup = Stream<Tile>::kGroup;
   RawSlot raw_slot;
   int parent;
   GateInput<Tile> gates;
@@ -325,7 +349,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       sync();
       ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
       if (!skip) {
-        prepare_coefficients<Tile>(s, gw, S::kGroup, lane);
+        prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kGroup, lane);
         if constexpr (Tile::kBlockTiles == 2) {
           sync();
           prepare_inverse<Tile>(s, gw, S::kGroup, lane);
@@ -334,6 +358,33 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       mbarrier_arrive(full + buffer);
     }
   }
+}
+
+// Items and grid; false: too many items.
+inline bool plan_stream(const VerifyParams& p, int multiprocessors, StreamLaunch& q, int& blocks) {
+  // A small batch is cut across value channels until every multiprocessor has an item.
+  constexpr int kSlabs = 128 / 16;
+  q.slabs = kSlabs;
+  const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
+  while (q.slabs > 2 && heads * kSlabs / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
+  q.splits = kSlabs / q.slabs;
+  if (heads * q.splits > 0x3fffffff) return false;
+  q.items = static_cast<int>(heads * q.splits);
+  blocks = q.items < multiprocessors ? q.items : multiprocessors;
+  q.heads_per_key = p.HV / p.H;
+  q.step_split = blocks % q.splits;
+  q.step_head = blocks / q.splits % p.HV;
+  q.step_row = blocks / q.splits / p.HV;
+  return true;
+}
+
+// For consumers that keep their slab of 16 channels and leap over the items in between.
+inline void plan_leap(const VerifyParams& p, int consumers, int blocks, StreamLaunch& q) {
+  const int turns = consumers / q.slabs;
+  q.leap_item = turns * blocks;
+  q.leap_split = q.leap_item % q.splits;
+  q.leap_head = q.leap_item / q.splits % p.HV;
+  q.leap_row = q.leap_item / q.splits / p.HV;
 }
 
 template <class Tile>
@@ -345,19 +396,8 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   cudaError_t e = allow_shared(verify_stream_kernel<Tile>, shared_limit, allowed);
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
-  // A small batch is cut across value channels until every multiprocessor has an item.
-  constexpr int kSlabs = Tile::K / 16;
-  q.slabs = kSlabs;
-  const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
-  while (q.slabs > 2 && heads * kSlabs / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
-  q.splits = kSlabs / q.slabs;
-  if (heads * q.splits > 0x3fffffff) return cudaErrorInvalidConfiguration;
-  q.items = static_cast<int>(heads * q.splits);
-  const int blocks = q.items < multiprocessors ? q.items : multiprocessors;
-  q.heads_per_key = p.HV / p.H;
-  q.step_split = blocks % q.splits;
-  q.step_head = blocks / q.splits % p.HV;
-  q.step_row = blocks / q.splits / p.HV;
+  int blocks = 0;
+  if (!plan_stream(p, multiprocessors, q, blocks)) return cudaErrorInvalidConfiguration;
   verify_stream_kernel<Tile><<<blocks, S::kThreads, bytes, stream>>>(p, q);
   return cudaGetLastError();
 }

@@ -14,7 +14,12 @@ for f in pathlib.Path(sys.argv[1]).iterdir():
     pathlib.Path(sys.argv[2], f.stem + ".cu.cpp" if f.suffix == ".cu" else f.name).write_text(s)
 P
 cp "$here/ptx.cuh" "$work/csrc/cuda/"
-pids=()
 flags="-std=c++17 -O2 -march=native -D__CUDA_ARCH__=900 -Wno-unknown-pragmas -fno-strict-aliasing -I$here -I$work/csrc"
-for f in "$work"/csrc/cuda/*.cu.cpp "$here/emulate.cpp"; do ${CXX:-g++} $flags -c "$f" -o "$work/$(basename "$f").o"; done
-${CXX:-g++} $flags -x c++ "${PROGRAM:-$root/tests/cuda/sanitize.cu}" -x none "$work"/*.o -o "$1"
+cache=${EMULATE_CACHE:-$work/cache}; mkdir -p "$cache"; objects=()
+cp "${PROGRAM:-$root/tests/cuda/sanitize.cu}" "$work/program.cpp"; cp "$here/emulate.cpp" "$work/"
+for f in "$work"/csrc/cuda/*.cu.cpp "$work"/emulate.cpp "$work"/program.cpp; do  # objects are kept by what the preprocessor makes of a file
+  key=$(${CXX:-g++} $flags -E -P "$f" | sha256sum | cut -c1-20)
+  [ -e "$cache/$key.o" ] || ${CXX:-g++} $flags -c "$f" -o "$cache/$key.o"
+  objects+=("$cache/$key.o")
+done
+${CXX:-g++} "${objects[@]}" -o "$1"

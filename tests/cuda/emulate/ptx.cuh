@@ -33,7 +33,7 @@ inline float truncate(double x) {
   return y;
 }
 inline double half_of(uint32_t word, int i) { __half h{uint16_t(word >> (16 * i))}; return float(h); }
-inline void mma_any(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool zero, bool tf32) {
+inline void mma_any(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, bool zero, int kind) {
   uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
   auto mail = emu::exchange(words, 6);
   const int g = emu::lane() >> 2, q = emu::lane() & 3;
@@ -45,20 +45,22 @@ inline void mma_any(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
       const uint32_t* B = mail[col * 4 + k4];
       for (int part = 0; part < 2; ++part) {
         const uint32_t x = A[(row >> 3) + 2 * part], y = B[4 + part];
-        if (tf32) sum += double(__uint_as_float(x & 0xffffe000u)) * __uint_as_float(y & 0xffffe000u);
+        if (kind == 1) sum += double(__uint_as_float(x & 0xffffe000u)) * __uint_as_float(y & 0xffffe000u);
+        else if (kind == 2) sum += double(__uint_as_float(x << 16)) * __uint_as_float(y << 16) + double(__uint_as_float(x & 0xffff0000u)) * __uint_as_float(y & 0xffff0000u);
         else sum += half_of(x, 0) * half_of(y, 0) + half_of(x, 1) * half_of(y, 1);
       }
     }
     c[e] = truncate(sum);
   }
 }
-inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_any(c, a, b0, b1, false, false); }
-inline void mma_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_any(c, a, b0, b1, true, false); }
+inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_any(c, a, b0, b1, false, 0); }
+inline void mma_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_any(c, a, b0, b1, true, 0); }
+inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_any(c, a, b0, b1, false, 2); }
 inline void mma_tf32(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  mma_any(c, {a0, a1, a2, a3}, b0, b1, false, true);
+  mma_any(c, {a0, a1, a2, a3}, b0, b1, false, 1);
 }
 inline void mma_tf32_first(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  mma_any(c, {a0, a1, a2, a3}, b0, b1, true, true);
+  mma_any(c, {a0, a1, a2, a3}, b0, b1, true, 1);
 }
 inline float4 load_stream_f4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 inline uint2 load_stream_u2(const void* p) { return *static_cast<const uint2*>(p); }
