@@ -14,7 +14,7 @@ for f in pathlib.Path(sys.argv[1]).iterdir():
     pathlib.Path(sys.argv[2], f.stem + ".cu.cpp" if f.suffix == ".cu" else f.name).write_text(s)
 P
 cp "$here/ptx.cuh" "$work/csrc/cuda/"
-flags="-std=c++17 -O2 -march=native -D__CUDA_ARCH__=900 -Wno-unknown-pragmas -fno-strict-aliasing -I$here -I$work/csrc"
+flags="-std=c++17 ${EMULATE_OPT:--O1} -march=native -D__CUDA_ARCH__=900 -Wno-unknown-pragmas -fno-strict-aliasing -I$here -I$work/csrc"
 cache=${EMULATE_CACHE:-$work/cache}; mkdir -p "$cache"; objects=()
 cp "${PROGRAM:-$root/tests/cuda/sanitize.cu}" "$work/program.cpp"; cp "$here/emulate.cpp" "$work/"
 for f in "$work"/csrc/cuda/*.cu.cpp "$work"/emulate.cpp "$work"/program.cpp; do  # objects are kept by what the preprocessor makes of a file
