@@ -326,7 +326,7 @@ struct StateStream {
     for (int i = 0; i < kSums; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[i][e] = 0.f;
-#pragma unroll NT == 1 ? 8 : 2
+#pragma unroll NT == 1 && (Tile::kPacked || !Tile::kHalfState) ? 8 : 2
     for (int st = 0; st < kSteps; ++st) {
       float x[2][4];
       uint32_t hi[2][4], lo[2][4];

@@ -12,13 +12,12 @@ template <class Tile>
 struct Tf32Stream {
   static constexpr int NT = Tile::NT;
   static constexpr int kConsumers = NT == 1 && !Tile::kConv ? 16 : 8;  // 24 warps leave 80 registers a thread, 16 warps 128
-  static constexpr int kProducers = NT == 4 && Tile::kConv ? 4 : 8;
+  static constexpr int kProducers = NT > 1 && Tile::kConv ? 4 : 8;
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
   static constexpr int kGroup = NT <= 2 ? 2 : 4;
   static constexpr int kGroups = kProducers / kGroup;
-  // Two buffers a group, so that the rows of the next item find a free one while this one is being prepared. With a
-  // convolution raw rows have a place of their own, and there is room for one a group only.
-  static constexpr int kBuffers = (Tile::kConv && NT == 2 ? 1 : 2) * kGroups;
+  // Two buffers a group, so that the rows of the next item find a free one while this one is being prepared.
+  static constexpr int kBuffers = 2 * kGroups;
   static constexpr int kStages = kConsumers == 8 ? 2 : 1;
   static constexpr int kBarrierBytes = 128 + kConsumers * 32;  // and a parking place a consumer
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
