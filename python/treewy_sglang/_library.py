@@ -42,6 +42,11 @@ def _load():
     try:
         torch.ops.load_library(str(_PATH))
     except OSError as e:
+        if built == torch.__version__:
+            raise ImportError(
+                f"{_PATH} does not load: {e.__cause__ or e}. It is damaged or was built for another machine. Rebuild it with: "
+                f"{_REBUILD}. `treewy doctor` says more."
+            ) from e
         raise ImportError(
             f"treewy_sglang was built against torch {built} and does not load under torch {torch.__version__}. "
             f"Rebuild it with: {_REBUILD}. `treewy doctor` says more. The loader says: {e.__cause__ or e}"

@@ -72,14 +72,16 @@ def reinstall(settings: str = "") -> str:
     """Put this package's compiled part in place again; `settings`: environment of a build."""
     if (top := checkout()) is not None:
         return f"{settings} {pip(f'--no-build-isolation --no-deps -e {shlex.quote(str(top))}')}".strip()
-    source = f"treewy-sglang=={__version__}"
-    try:  # what pip notes of an installation from a file
+    try:  # what pip notes of an installation from a file or a directory
         url = json.loads(importlib.metadata.distribution("treewy-sglang").read_text("direct_url.json") or "{}").get("url")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         url = None
     if settings:  # a wheel has what it has: another build is needed
-        return f"{settings} {pip(f'--no-build-isolation --no-deps --no-binary treewy-sglang --force-reinstall {source}')}"
-    return pip(f"--force-reinstall --no-deps {shlex.quote(url or source)}")
+        return f"{settings} {pip('--no-build-isolation --no-deps --force-reinstall CHECKOUT')}  # CHECKOUT: this package's source, {__version__}"
+    if url is None:
+        return f"{pip('--force-reinstall --no-deps WHEEL')}  # WHEEL: the file of this package's wheel, {__version__}"
+    built = url.endswith(".whl")  # else it is compiled, against the torch that is here
+    return pip(f"{'' if built else '--no-build-isolation '}--force-reinstall --no-deps {shlex.quote(url)}")
 
 
 # ---- what torch and the operators say ------------------------------------------------------------------------------------
@@ -391,7 +393,7 @@ def check_writing(device: str, target: Optional[Target], must_patch: bool, serie
             home = shlex.quote(str(target.root))
             mend = f"sudo -u {shlex.quote(who)} {patch('apply', target.root)}" if _stranger(target.root) else f"chmod -R u+w {home}"
             if "Read-only" in shut[0]:
-                mend = f'{python()} -m venv env && env/bin/pip install "treewy-sglang[sglang]"'
+                mend = f'{python()} -m venv env && env/bin/pip install "WHEEL[sglang]"  # WHEEL: the wheel file of TreeWY'
             yield Finding("write permission", FAIL, f"no write permission for the patches (SGLang belongs to {who}): {shut[0]}", mend)
     temporary = closed = None
     try:
@@ -447,9 +449,13 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_compiler() -> Iterator[Finding]:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    setting = os.environ.get("CXX") or "c++"
+    try:
+        compiler = (shlex.split(setting) or [setting])[0]
+    except ValueError:  # an unclosed quote
+        compiler = setting
     if not shutil.which(compiler):
-        yield Finding("compiler", WARN, f"no C++ compiler ({compiler}): SGLang compiles a part of NGRAM drafts at start; NEXTN drafts need none", "apt-get install g++")
+        yield Finding("compiler", WARN, f"no C++ compiler (CXX: {compiler}): SGLang compiles a part of NGRAM drafts at start; NEXTN drafts need none", "apt-get install g++")
 
 
 def examine(wish: str = "auto") -> tuple[str, list[Finding]]:

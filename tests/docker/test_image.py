@@ -286,6 +286,8 @@ def test_compose_names_what_exists(name, entrypoint):
     assert (ROOT / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
     assert set(service["build"]["args"]) <= ARGUMENTS
     assert service["build"]["args"]["DEVICE"] == {"server": "cuda", "cpu": "cpu"}[name]
+    sized = {"--max-mamba-cache-size", "--max-total-tokens"} <= {word.partition("=")[0] for word in service["command"]}
+    assert sized == (name == "cpu"), "on a CPU the pools would take most of the machine's memory"
     assert set(service.get("environment", {})) <= VARIABLES
     assert [p.rpartition(":")[2] for p in service["ports"]] == [only("EXPOSE")]
     # "${MODELS:?...}:/models:ro": the volume's place in the container is the part that begins with a slash.

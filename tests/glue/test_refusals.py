@@ -62,6 +62,8 @@ def test_settings_that_are_served(algorithm, device, nodes, dtype):
             for name in ("EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
         ),
         (dict(max_speculative_num_draft_tokens=129), ("129", "128", "--speculative-num-draft-tokens")),
+        (dict(max_speculative_num_draft_tokens=201, speculative_num_steps=200, speculative_eagle_topk=1), ("201", "--speculative-num-steps")),
+        (dict(max_speculative_num_draft_tokens=0, speculative_num_steps=-1, speculative_eagle_topk=1), ("-1 draft steps",)),
         (dict(max_speculative_num_draft_tokens=0), ("0 nodes", "1 to 128")),
         (dict(max_speculative_num_draft_tokens=-3), ("-3 nodes", "1 to 128")),
         (dict(speculative_num_steps=0), ("0 draft steps", "--speculative-num-steps 1")),

@@ -103,8 +103,10 @@ def test_launch_commands_are_what_ran(server):
     ]
     assert commands
     ran = options(server.command())
-    own = {"--model-path", "--port", "--max-running-requests", "--max-mamba-cache-size"}  # the same kind, another value
+    own = {"--model-path", "--port", "--max-running-requests", "--max-mamba-cache-size", "--max-total-tokens"}  # the same kind, another value
     for command in commands:
+        sizes = {"--max-running-requests", "--max-mamba-cache-size", "--max-total-tokens"}
+        assert sizes <= set(options(command)), "without them the pools take most of the machine's memory"
         for flag, value in options(command).items():
             assert flag in ran, f"{flag} is in the documents and was not tested"
             assert flag in own or ran[flag] == value, f"{flag} {value} is in the documents, {ran[flag]} was tested"

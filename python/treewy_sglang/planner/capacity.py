@@ -132,12 +132,14 @@ class Server:
     device: str = "cuda"
 
     def check(self) -> None:
-        positive = ("a number above 0", lambda x: 0 < x < float("inf"))
+        positive = ("a number above 0, up to 1e6", lambda x: 0 < x <= 1e6)
         number("--gpu-memory", self.gpu_memory, *positive)
         number("--mem-fraction", self.mem_fraction, "a number above 0 and below 1", lambda x: 0 < x < 1)
         number("--mamba-full-memory-ratio", self.mamba_full_memory_ratio, *positive)
         if self.tp is not None:
             integer("--tp", self.tp, 1)
+            if self.device == "cpu" and self.tp > 1:
+                raise refuse("--tp", self.tp, "1 with --device cpu")
         integer("--context-length", self.context_length, 1)
         integer("--requests", self.requests, 1)
         if self.max_mamba_cache_size is not None:
@@ -219,7 +221,7 @@ class Sizes:
         self.activation_bytes = int(BYTES[self.dtype])
         self.window = model.conv_width - 1
         self.static_bytes = int(server.gpu_memory * server.mem_fraction * GIB)
-        self.tp = server.tp or self.fits_from() or 1
+        self.tp = server.tp or (1 if server.device == "cpu" else self.fits_from() or 1)
         self.channels = model.conv_channels // self.tp
         self.key_heads, self.value_heads = model.key_heads // self.tp, model.value_heads // self.tp
         layers = model.linear_layers

@@ -52,16 +52,20 @@ def refusal_of_settings(args: Any) -> Optional[str]:
     if algorithm not in ALGORITHMS:
         return f"it does not verify drafts of {algorithm} yet: use --speculative-algorithm EAGLE, NEXTN or NGRAM."
     nodes = args.max_speculative_num_draft_tokens
-    if nodes is not None and nodes < 1:
-        return f"a draft of {nodes} nodes holds not even its root: give --speculative-num-draft-tokens 1 to {MAX_NODES}."
-    if nodes is not None and nodes > MAX_NODES:
-        return f"a draft of {nodes} nodes is above its {MAX_NODES}: lower --speculative-num-draft-tokens."
     if algorithm == "EAGLE" and not args.speculative_adaptive:
         steps, topk = args.speculative_num_steps, args.speculative_eagle_topk
         if steps is None or steps < 1:
             return f"{steps} draft steps draft nothing: give --speculative-num-steps 1 or more."
         if topk is None or topk < 1:
             return f"--speculative-eagle-topk is {topk}: give 1 for a chain, more for a tree."
+    if nodes is not None and nodes < 1:
+        return f"a draft of {nodes} nodes holds not even its root: give --speculative-num-draft-tokens 1 to {MAX_NODES}."
+    if nodes is not None and nodes > MAX_NODES:
+        # Of a chain SGLang takes the number of steps and overwrites the number of nodes.
+        chain = algorithm == "EAGLE" and args.speculative_eagle_topk == 1
+        knob = "--speculative-num-steps" if chain else "--speculative-num-draft-tokens"
+        return f"a draft of {nodes} nodes is above its {MAX_NODES}: lower {knob}."
+    if algorithm == "EAGLE" and not args.speculative_adaptive:
         # The first step proposes topk tokens, every further one topk for each of the topk best so far.
         proposed = topk + (steps - 1) * topk**2
         if nodes is not None and nodes - 1 > proposed:
