@@ -218,5 +218,5 @@ for name in tree ngram; do cmp -s "$work/answer-plain" "$work/answer-$name" || f
 pass "the same text without drafts, with a tree of NEXTN drafts, and with NGRAM drafts"
 written=$(find "$root" -xdev -newer "$work/before" -user "${user%%:*}" -type f -not -path "$root/tmp/*" -not -path "$root/cache/*" | head -5)
 [ -z "$written" ] || fail "written outside /cache and /tmp: $written"
-pass "written only below /cache ($(du -sh "$work/cache" | cut -f1)) and /tmp; no network but loopback in all of this"
+pass "written only below /cache ($(du -sh "$work/cache" | cut -f1)) and /tmp; no network but loopback while it ran"
 echo "PASS  all, commit $commit"
