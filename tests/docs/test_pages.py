@@ -127,7 +127,8 @@ def test_refusals_with_the_documented_values():
     )  # fmt: skip
     for change in (
         dict(enable_linear_replayssm_spec=True), dict(speculative_algorithm=None), dict(speculative_algorithm="EAGLE3"),
-        dict(max_speculative_num_draft_tokens=0), dict(max_speculative_num_draft_tokens=200), dict(speculative_num_steps=0),
+        dict(max_speculative_num_draft_tokens=0), dict(max_speculative_num_draft_tokens=200, speculative_eagle_topk=8),
+        dict(max_speculative_num_draft_tokens=201, speculative_num_steps=200), dict(speculative_num_steps=0),
         dict(speculative_eagle_topk=0), dict(speculative_eagle_topk=2, max_speculative_num_draft_tokens=16), dict(disaggregation_mode="decode"),
         dict(pp_size=2), dict(device="xpu"), dict(tp_size=2), dict(mamba_ssm_dtype="float8_e4m3fn"),
     ):  # fmt: skip
