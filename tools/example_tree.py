@@ -7,13 +7,13 @@ Without --write: exit status 1 and the names of what differs when the page or th
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "python"))
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tools")]
+import page_parts  # noqa: E402
+
 PAGE = ROOT / "docs" / "how-it-works.md"
 PICTURE = ROOT / "docs" / "example-tree.svg"
 
@@ -50,11 +50,9 @@ def solve():
 
 
 def path(node):
-    found = []
-    while node >= 0:
-        found.append(node)
-        node = PARENTS[node]
-    return found[::-1]
+    from treewy_sglang.tree import ancestor_path
+
+    return ancestor_path(PARENTS, node)
 
 
 def unit(x):
@@ -124,13 +122,8 @@ PARTS = {"table": table, "steps": steps}
 
 
 def filled(text):
-    """The page with every part between its two comments made anew."""
-    for name, make in PARTS.items():
-        pattern = re.compile(rf"(<!-- example: {name} -->\n).*?(<!-- example: end -->)", re.S)
-        if len(pattern.findall(text)) != 1:
-            raise SystemExit(f"{PAGE.name} must have one part 'example: {name}'")
-        text = pattern.sub(lambda found: f"{found[1]}\n{make()}\n\n{found[2]}", text)
-    return text
+    """The page with every part made anew."""
+    return page_parts.filled(text, PAGE, "example", PARTS)
 
 
 def picture():
@@ -176,21 +169,5 @@ def picture():
     return "\n".join([*out, "</svg>", ""])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the page's parts and the picture")
-    write = parser.parse_args().write
-    wrong = []
-    for file, text in ((PAGE, filled(PAGE.read_text())), (PICTURE, picture())):
-        if file.exists() and file.read_text() == text:
-            continue
-        wrong.append(str(file.relative_to(ROOT)))
-        if write:
-            file.write_text(text)
-    if wrong:
-        print(("written: " if write else "not up to date: ") + ", ".join(wrong))
-    return 1 if wrong and not write else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page_parts.main(__doc__, lambda: {PAGE: filled(PAGE.read_text()), PICTURE: picture()}))

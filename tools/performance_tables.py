@@ -7,14 +7,14 @@ Without --write: exit status 1 when the page differs from what the rows say.
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+import page_parts  # noqa: E402
+
 PAGE = ROOT / "docs" / "performance.md"
 RUN = "2026-11-30-h200-c4ab29904"
 RESULTS = ROOT / "bench" / "results"
@@ -146,27 +146,9 @@ PARTS = {
 
 
 def filled(text: str) -> str:
-    """The page with every part between its two comments made anew."""
-    for name, make in PARTS.items():
-        pattern = re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- figures: end -->)", re.S)
-        if len(pattern.findall(text)) != 1:
-            raise SystemExit(f"{PAGE.name} must have one part 'figures: {name}'")
-        text = pattern.sub(lambda found: f"{found[1]}\n{make()}\n\n{found[2]}", text)
-    return text
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the tables")
-    write = parser.parse_args().write
-    text, made = PAGE.read_text(), filled(PAGE.read_text())
-    if text == made:
-        return 0
-    if write:
-        PAGE.write_text(made)
-    print(f"{PAGE.relative_to(ROOT)} {'written' if write else 'is not what the rows say'}")
-    return 0 if write else 1
+    """The page with every part made anew."""
+    return page_parts.filled(text, PAGE, "figures", PARTS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page_parts.main(__doc__, lambda: {PAGE: filled(PAGE.read_text())}))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from ._version import minor_release
+
 _PATH = Path(__file__).with_name("_ops.so")
 _REBUILD = "pip install --no-build-isolation -e . (in a checkout of treewy_sglang)"
 
@@ -24,17 +26,12 @@ def _built():
     return _host.build_info()
 
 
-def _release(version):
-    """2.11.0+cu130 -> ["2", "11"]: torch keeps its C++ interface within one of these."""
-    return version.partition("+")[0].split(".")[:2]
-
-
 def _load():
     if not _PATH.exists():
         raise ImportError(f"treewy_sglang is not built: {_PATH} is missing. Build it with: {_REBUILD}")
     built = _built()["torch_version"]
     # Before loading: another torch may have every symbol and still lay its objects out differently.
-    if _release(built) != _release(torch.__version__):
+    if minor_release(built) != minor_release(torch.__version__):
         raise ImportError(
             f"treewy_sglang was built against torch {built} and does not fit torch {torch.__version__}. Install that torch "
             f"with: python -m pip install torch=={built.partition('+')[0]}; or rebuild with: {_REBUILD}"

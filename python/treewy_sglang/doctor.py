@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
-from ._version import __version__
+from ._version import __version__, minor_release
 from .patching import PatchError, Series, Target, find_target, inspect, installed_root, state
 from .patching.target import find_version, same_version
 
@@ -143,11 +143,6 @@ def sglang_requirement(name: str) -> Optional[str]:
     return found[0] if found else None
 
 
-def release(version: str) -> tuple[str, ...]:
-    """2.11.0+cu130 -> ("2", "11"): torch keeps its C++ interface within one of these."""
-    return tuple(version.partition("+")[0].split(".")[:2])
-
-
 def check_torch(stages: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     facts, built = stages.get("torch"), stages.get("build", {}).get("torch_version")
     if facts is None:
@@ -161,10 +156,10 @@ def check_torch(stages: dict[str, dict[str, Any]]) -> Iterator[Finding]:
                       mend if missing else pip(f"--force-reinstall torch=={wanted}" if wanted else "--force-reinstall torch"))  # fmt: skip
         return
     detail = f"{facts['version']} (CUDA {facts['cuda'] or 'none'})"
-    if wanted and release(facts["version"]) != release(wanted):
+    if wanted and minor_release(facts["version"]) != minor_release(wanted):
         who = "SGLang here requires" if sglang_requirement("torch") else "the operators were built against"
         yield Finding("torch", FAIL, f"wrong torch: {detail}, but {who} {wanted}", mend)
-    elif built and release(facts["version"]) != release(built):
+    elif built and minor_release(facts["version"]) != minor_release(built):
         yield Finding("torch", FAIL, f"wrong torch for these operators: {detail}, and they were built against {built}", reinstall())
     else:
         yield Finding("torch", OK, detail)

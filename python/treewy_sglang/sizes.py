@@ -11,6 +11,11 @@ from typing import Callable, Optional
 ACTIVATION = "activation"  # stored in the dtype of the model's activations
 FLOAT32 = "float32"
 
+# What the operators take.
+MAX_NODES = 128
+HEAD_DIMS = (64, 128, 256)  # K = V
+CONV_WIDTHS = (2, 3, 4)
+
 
 def stash_shapes(
     *, layers: int, rows: int, nodes: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int,

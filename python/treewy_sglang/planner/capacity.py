@@ -10,15 +10,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from treewy_sglang.sizes import conv_window_columns, slots_within, snapshot_slots_within, stash_row_bytes
+from treewy_sglang.sizes import (
+    CONV_WIDTHS, HEAD_DIMS, MAX_NODES, conv_window_columns, slots_within, snapshot_slots_within, stash_row_bytes,
+)  # fmt: skip
 
 from .errors import PlanError, refuse
 from .models import BYTES, STATE_DTYPES, Model
 
 GIB = 1 << 30
-MAX_NODES = 128  # of the operators
-HEAD_DIMS = (64, 128, 256)
-CONV_WIDTHS = (2, 3, 4)
 METHODS = ("snapshot", "replayssm", "treewy")
 
 KV_DTYPES = {"auto": None, "bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}

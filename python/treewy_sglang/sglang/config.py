@@ -14,12 +14,10 @@ from typing import Any, Mapping, Optional
 import torch
 
 from treewy_sglang.sglang import float32
+from treewy_sglang.sizes import CONV_WIDTHS, HEAD_DIMS, MAX_NODES
 
 logger = logging.getLogger(__name__)
 
-MAX_NODES = 128
-HEAD_DIMS = (64, 128, 256)
-CONV_WIDTHS = (2, 3, 4)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 ALGORITHMS = ("EAGLE", "NGRAM")  # NEXTN is resolved to EAGLE by SGLang
 
