@@ -4,19 +4,13 @@
 #include <initializer_list>
 
 #include "common.cuh"
+#include "verify_variants.h"
 
 namespace treewy {
 namespace cuda {
 namespace {
 
 
-constexpr int kThreads = 256;
-constexpr int kPathChunk = 16;        // path nodes gathered into shared memory at a time: 8 KB of k, 4 KB of u at K 128
-#ifndef COMMIT_BLOCKS
-#define COMMIT_BLOCKS 3
-#endif
-constexpr int kCommitBlocks = COMMIT_BLOCKS;
-constexpr int kConvChannels = 2048;   // channels of one convolution block
 
 struct CommitLaunch {
   CommitParams p;
@@ -146,17 +140,18 @@ __device__ __forceinline__ Path walk_path(const CommitParams& p, const Row& r, i
   return result;
 }
 
-template <class State, int K>
+template <class State, int K, int kThreads>
 struct CommitTile {
   static constexpr int kLanesPerRow = K / 4;
   static constexpr int kRowsPerThread = K == 64 ? 4 : 8;
   static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
 };
 
-template <class State, int K>
+template <class State, int K, int kThreads>
 __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
-  using Tile = CommitTile<State, K>;
+  using Tile = CommitTile<State, K, kThreads>;
   constexpr int RPT = Tile::kRowsPerThread;
+  constexpr int kPathChunk = kThreads / 16;  // path nodes gathered into shared memory at a time: one piece of k a thread at K 128
   const CommitParams& p = c.p;
   __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
   __shared__ __align__(16) float ks[kPathChunk][K];
@@ -296,7 +291,9 @@ __device__ __forceinline__ void commit_state(const CommitLaunch& c, int block) {
 }
 
 // New convolution state: the last W-1 raw inputs along root..a, older columns from the old state.
+template <int kThreads>
 __device__ __noinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
+  constexpr int kConvChannels = 8 * kThreads;
   const CommitParams& p = c.p;
   __shared__ int parent[kMaxNodes], paths[kThreads / 32][kMaxNodes];
   const int part = block % c.conv_blocks;
@@ -385,18 +382,21 @@ __device__ __noinline__ void commit_conv(const CommitLaunch& c, int64_t block) {
   }
 }
 
-template <class State, int K>
-__global__ void __launch_bounds__(kThreads, kCommitBlocks) commit_kernel(const __grid_constant__ CommitLaunch c) {
+// Three blocks of 256 threads leave 80 registers and keep 96 KB of state in flight, five of 128 threads 96 and 80 KB; the
+// smaller blocks end more evenly.
+template <class State, int K, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == 128 ? 5 : 3) commit_kernel(const __grid_constant__ CommitLaunch c) {
   if (blockIdx.x < c.conv_total) {
-    commit_conv(c, blockIdx.x);
+    commit_conv<kThreads>(c, blockIdx.x);
   } else {
-    commit_state<State, K>(c, blockIdx.x - c.conv_total);
+    commit_state<State, K, kThreads>(c, blockIdx.x - c.conv_total);
   }
 }
 
-template <class State, int K>
+template <class State, int K, int kThreads = 256>
 int launch(const CommitParams& p, cudaStream_t stream) {
-  using Tile = CommitTile<State, K>;
+  using Tile = CommitTile<State, K, kThreads>;
+  constexpr int kConvChannels = 8 * kThreads;
   CommitLaunch c{};
   c.p = p;
   c.slabs = p.V / Tile::kRows;
@@ -421,7 +421,7 @@ int launch(const CommitParams& p, cudaStream_t stream) {
                   stash_aligned(st.conv, 2, {p.conv_stride_layer, st.conv_stride_row, st.conv_stride_node});
   const int64_t blocks = c.conv_total + static_cast<int64_t>(p.L) * p.N * p.HV * c.slabs;
   if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  commit_kernel<State, K><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(c);
+  commit_kernel<State, K, kThreads><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(c);
   return cudaGetLastError();
 }
 
@@ -429,7 +429,7 @@ template <class State>
 int dispatch_dim(const CommitParams& p, cudaStream_t stream) {
   switch (p.K) {
     case 64: return launch<State, 64>(p, stream);
-    case 128: return launch<State, 128>(p, stream);
+    case 128: return variant() & kModeCommit ? launch<State, 128, 128>(p, stream) : launch<State, 128>(p, stream);
     case 256: return launch<State, 256>(p, stream);
   }
   return cudaErrorInvalidValue;

@@ -3,12 +3,7 @@
 
 #include "common.cuh"
 #include "verify_common.cuh"
-
-#ifdef TREEWY_TUNE
-extern "C" {
-int treewy_tune_warps = 0;
-}
-#endif
+#include "verify_variants.h"
 
 namespace treewy {
 namespace cuda {
@@ -62,24 +57,20 @@ bool fits_tensor_cores(const VerifyParams& p) {
          p.out_stride_token % 2 == 0 && p.out_stride_head % 2 == 0;
 }
 
-bool use_stream() {
-#ifdef TREEWY_TUNE
-  return treewy_tune_warps == 0;
-#else
-  return true;
-#endif
-}
-
 // Warps of a block: as many value channels as possible share the preparation of k, q and the coefficients, but a small
 // batch is spread until every multiprocessor has a block.
-int choose_warps(const VerifyParams& p, int multiprocessors) {
-#ifdef TREEWY_TUNE
-  if (treewy_tune_warps != 0) return treewy_tune_warps;
-#endif
+BlockShape choose_shape(const VerifyParams& p, int multiprocessors) {
   int warps = p.V / 16 < 8 ? p.V / 16 : 8;
   const int64_t slabs = static_cast<int64_t>(p.N) * p.HV * (p.V / 16);
   while (warps > 2 && slabs / warps < 2 * multiprocessors) warps /= 2;
-  return warps;
+  if ((variant() & kModeWide) && p.T > 16) {
+    // Preparation is most of a long draft's work: eight warps do it, and it is done again for other channels only while
+    // that finds idle multiprocessors. 256 threads of 255 registers: one block a multiprocessor.
+    int solvers = p.V / 16 < 8 ? p.V / 16 : 8;
+    while (solvers > 2 && slabs / (solvers / 2) <= multiprocessors) solvers /= 2;
+    return {8, solvers};
+  }
+  return {warps, warps};
 }
 
 }  // namespace
@@ -91,9 +82,6 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
       (p.mixed_qkv != nullptr && p.W > kMaxConvWidth))
     return cudaErrorInvalidValue;
   cudaStream_t s = static_cast<cudaStream_t>(stream);
-#ifdef TREEWY_TUNE
-  if (treewy_tune_warps < 0) return cuda::launch_verify_generic(p, s);
-#endif
   if (!cuda::fits_tensor_cores(p) || p.N > 65535 || p.HV > 65535) return cuda::launch_verify_generic(p, s);
   cuda::DeviceFacts facts;
   cudaError_t e = cuda::device_facts(facts);
@@ -104,7 +92,24 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
   const int limit = facts.shared_limit;
   const bool half = p.state_dtype != DType::kFloat32, conv = p.mixed_qkv != nullptr;
   int r = cudaErrorNotSupported;
-  if (p.K == 128 && p.T <= 64 && cuda::use_stream()) {
+  if (p.K == 128 && p.T <= 32 && (cuda::variant() & cuda::kModeTf32)) {
+    const int count = facts.multiprocessors;
+    if (half) {
+      r = conv ? cuda::launch_verify_tf32_half_conv(p, count, limit, s) : cuda::launch_verify_tf32_half(p, count, limit, s);
+    } else {
+      r = conv ? cuda::launch_verify_tf32_f32_conv(p, count, limit, s) : cuda::launch_verify_tf32_f32(p, count, limit, s);
+    }
+  }
+  const int mode = cuda::variant();
+  if (p.K == 128 && p.T > 32 && p.T <= 64 && (mode & (cuda::kModeLean | cuda::kModeShare))) {
+    const int count = facts.multiprocessors;
+    if (half) {
+      r = conv ? cuda::launch_verify_long_half_conv(p, mode, count, limit, s) : cuda::launch_verify_long_half(p, mode, count, limit, s);
+    } else {
+      r = conv ? cuda::launch_verify_long_f32_conv(p, mode, count, limit, s) : cuda::launch_verify_long_f32(p, mode, count, limit, s);
+    }
+  }
+  if (r == cudaErrorNotSupported && p.K == 128 && p.T <= 64) {
     const int count = facts.multiprocessors;
     if (half) {
       r = conv ? cuda::launch_verify_stream_half_conv(p, count, limit, s) : cuda::launch_verify_stream_half(p, count, limit, s);
@@ -113,10 +118,10 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
     }
   }
   if (r == cudaErrorNotSupported) {
-    const int warps = cuda::choose_warps(p, facts.multiprocessors);
-    r = p.K == 64    ? cuda::launch_verify_block_k64(p, warps, limit, s)
-        : p.K == 128 ? cuda::launch_verify_block_k128(p, warps, limit, s)
-                     : cuda::launch_verify_block_k256(p, warps, limit, s);
+    const cuda::BlockShape shape = cuda::choose_shape(p, facts.multiprocessors);
+    r = p.K == 64    ? cuda::launch_verify_block_k64(p, shape, limit, s)
+        : p.K == 128 ? cuda::launch_verify_block_k128(p, shape, limit, s)
+                     : cuda::launch_verify_block_k256(p, shape, limit, s);
   }
   // Parts with 100 KB of shared memory do not hold the coefficients of the longest drafts.
   return r == cudaErrorNotSupported ? cuda::launch_verify_generic(p, s) : r;

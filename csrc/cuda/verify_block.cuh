@@ -10,12 +10,12 @@ namespace cuda {
 constexpr int kBlockMaxWarps = 8;
 
 template <class Tile>
-__global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(const __grid_constant__ VerifyParams p, int solvers) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, warps = blockDim.x >> 5;
   const int slab = blockIdx.x, hv = blockIdx.y, n = blockIdx.z;
   const int rep = p.HV / p.H, h = hv / rep;
-  const int rows = warps * 16, first_row = slab * rows, row0 = first_row + warp * 16;
+  const int rows = solvers * 16, first_row = slab * rows, row0 = first_row + warp * 16;
   const bool counts = tid == 0 && hv == 0 && slab == 0, writes_k = hv == h * rep && slab == 0;
   const Prep<Tile> s(shared, p.T);
 
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
   }
   const int64_t state_at = slot * p.state_stride_slot + hv * p.state_stride_head + static_cast<int64_t>(row0) * Tile::K;
   StateFragments<Tile> state;
-  state.load(p.state, state_at, lane, 0);
+  if (warp < solvers) state.load(p.state, state_at, lane, 0);
 
   if (__syncthreads_or(load_parents(p, n, s, tid, blockDim.x))) {
     if (counts) count_error(p.errors, kErrorParent);
@@ -41,19 +41,25 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
   }
   stage_rows<Tile>(p, n, h, slot, writes_k, s, warp, warps, lane);
   __syncthreads();
-  prepare_coefficients<Tile>(s, warp, warps, lane);
+  prepare_coefficients<Tile>(s, p.T, p.act_dtype == DType::kBFloat16, warp, warps, lane);
   if constexpr (Tile::kBlockTiles == 2) {
     __syncthreads();
     prepare_inverse<Tile>(s, warp, warps, lane);
   }
-  solve_rows<Tile, false>(p, n, hv, slot, row0, lane, s, state, state_at, [] {
+  if (warp >= solvers) {  // it has helped to prepare
+    __syncthreads();
+    return;
+  }
+  uint32_t v[2 * Tile::kBlockTiles] = {};
+  if constexpr (!Tile::kConv) load_values<Tile>(p, n, hv, row0, lane, 0, v);
+  solve_rows<Tile, false>(p, n, hv, slot, row0, lane, s, state, state_at, v, [] {
     __syncthreads();
     return true;
   });
 }
 
 template <class Tile>
-int launch_verify_block(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
+int launch_verify_block(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream) {
   static std::atomic<uint64_t> allowed{0};
   const int bytes = Prep<Tile>::bytes(p.T);
   if (bytes > shared_limit) return cudaErrorNotSupported;
@@ -61,26 +67,26 @@ int launch_verify_block(const VerifyParams& p, int warps, int shared_limit, cuda
     cudaError_t e = allow_shared(verify_block_kernel<Tile>, shared_limit, allowed);
     if (e != cudaSuccess) return e;
   }
-  verify_block_kernel<Tile><<<dim3(p.V / (16 * warps), p.HV, p.N), warps * 32, bytes, stream>>>(p);
+  verify_block_kernel<Tile><<<dim3(p.V / (16 * shape.solvers), p.HV, p.N), shape.warps * 32, bytes, stream>>>(p, shape.solvers);
   return cudaGetLastError();
 }
 
 // Every instance of one head dimension; each has a file of its own, so that they compile side by side.
 template <int K, bool HalfState, bool Conv>
-int launch_verify_block_nodes(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
-  if (p.T <= 16) return launch_verify_block<VerifyTile<K, 2, HalfState, Conv>>(p, warps, shared_limit, stream);
-  return launch_verify_block<VerifyTile<K, 16, HalfState, Conv>>(p, warps, shared_limit, stream);
+int launch_verify_block_nodes(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream) {
+  if (p.T <= 16) return launch_verify_block<VerifyTile<K, 2, HalfState, Conv>>(p, shape, shared_limit, stream);
+  return launch_verify_block<VerifyTile<K, 16, HalfState, Conv>>(p, shape, shared_limit, stream);
 }
 
 template <int K>
-int launch_verify_block_any(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
+int launch_verify_block_any(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream) {
   const bool conv = p.mixed_qkv != nullptr;
   if (p.state_dtype == DType::kFloat32) {
-    return conv ? launch_verify_block_nodes<K, false, true>(p, warps, shared_limit, stream)
-                : launch_verify_block_nodes<K, false, false>(p, warps, shared_limit, stream);
+    return conv ? launch_verify_block_nodes<K, false, true>(p, shape, shared_limit, stream)
+                : launch_verify_block_nodes<K, false, false>(p, shape, shared_limit, stream);
   }
-  return conv ? launch_verify_block_nodes<K, true, true>(p, warps, shared_limit, stream)
-              : launch_verify_block_nodes<K, true, false>(p, warps, shared_limit, stream);
+  return conv ? launch_verify_block_nodes<K, true, true>(p, shape, shared_limit, stream)
+              : launch_verify_block_nodes<K, true, false>(p, shape, shared_limit, stream);
 }
 
 }  // namespace cuda

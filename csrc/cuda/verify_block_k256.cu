@@ -3,8 +3,8 @@
 namespace treewy {
 namespace cuda {
 
-int launch_verify_block_k256(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream) {
-  return launch_verify_block_any<256>(p, warps, shared_limit, stream);
+int launch_verify_block_k256(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream) {
+  return launch_verify_block_any<256>(p, shape, shared_limit, stream);
 }
 
 }  // namespace cuda

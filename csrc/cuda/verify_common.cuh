@@ -12,13 +12,26 @@ int launch_verify_generic(const VerifyParams& p, cudaStream_t stream);
 // the build does not hold it; cudaErrorNoKernelImageForDevice when it holds nothing that the device runs.
 cudaError_t code_capability(int& capability);
 
+// Warps of a block of the block kernel, all of which prepare, and how many of them solve (16 channels each).
+struct BlockShape {
+  int warps, solvers;
+};
+
 // One function per instantiation file; cudaErrorNotSupported: does not fit, try the next.
-int launch_verify_block_k64(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
-int launch_verify_block_k128(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
-int launch_verify_block_k256(const VerifyParams& p, int warps, int shared_limit, cudaStream_t stream);
+int launch_verify_block_k64(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream);
+int launch_verify_block_k128(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream);
+int launch_verify_block_k256(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream);
 int launch_verify_stream_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_stream_half(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_stream_f32_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_tf32_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_tf32_half(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_tf32_f32_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_tf32_half_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_long_f32(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_long_f32_conv(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_long_half(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_long_half_conv(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_stream_half_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
 
 // Convolution, SiLU and rounding of channel c at node t. Past the root the taps continue in the convolution state.

@@ -7,14 +7,22 @@
 #pragma once
 
 #include "common.cuh"
+#include "ptx.cuh"
 #include "verify_common.cuh"
+#include "verify_variants.h"
 
 namespace treewy {
 namespace cuda {
 
 // Tile sizes, all in one place. NT: n-tiles of 8 nodes that the kernel is built for.
-template <int K_, int NT_, bool HalfState_, bool Conv_>
+// Mode: the candidates that are to be timed against each other (verify_variants.h), compiled side by side.
+template <int K_, int NT_, bool HalfState_, bool Conv_, int Mode_ = 0>
 struct VerifyTile {
+  static constexpr bool kTf32 = Mode_ & kModeTf32;    // S0 [k q] by tf32 products straight from shared memory
+  static constexpr bool kPacked = Mode_ & kModePacked;  // up to four nodes: k and q share one tile of eight
+  static constexpr bool kTiles = Mode_ & kModeTiles;  // the last tile of eight is skipped where it is empty
+  static constexpr bool kShare = Mode_ & kModeShare;  // rows are staged once for all value heads of a key head
+  static constexpr bool kLean = Mode_ & kModeLean;    // fewer registers
   static constexpr int K = K_, NT = NT_;
   static constexpr bool kHalfState = HalfState_, kConv = Conv_;
   static constexpr int kChunk = K < 128 ? K : 128;        // state columns held in registers: 64 words a lane at 128
@@ -27,32 +35,11 @@ struct VerifyTile {
   static constexpr int kDiagFloats = kBlockNodes * 4 * 4 * kBlockTiles;
 };
 
+// Tensor cores truncate their sums to float32, which loses half a unit in the last place on average and always towards
+// zero. What is lost on average is given back: relative to the result, for one product and for a chain of two.
+constexpr float kLossOne = 0.7f / 16777216.f, kLossChain = 1.2f / 16777216.f;
+
 constexpr float kCoefficientScale = 16384.f;  // coefficients are at most 1: this keeps their low parts normal float16
-
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same with a zero accumulator, which costs no moves.
-__device__ __forceinline__ void mma_first(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};\n"
-      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
-}
-
-__device__ __forceinline__ float4 load_stream_f4(const float* p) {
-  float4 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p));
-  return x;
-}
-__device__ __forceinline__ uint2 load_stream_u2(const void* p) {
-  uint2 x;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-  return x;
-}
 
 __device__ __forceinline__ uint32_t f16x2(float lo, float hi) {
   __half2 h = __floats2half2_rn(lo, hi);
@@ -118,17 +105,15 @@ struct StateFragments {
   // Asynchronous copies into memory that only this lane reads: no barrier is ever needed for the state.
   __device__ __forceinline__ static void prefetch(unsigned char* buffer, const void* state, int64_t row_offset, int lane) {
     const int64_t at = row_offset + (lane >> 2) * 2 * Tile::K + (lane & 3) * 4;
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(buffer)) + lane * (Tile::kHalfState ? 8 : 16);
+    const uint32_t to = shared_address(buffer) + lane * (Tile::kHalfState ? 8 : 16);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         if constexpr (Tile::kHalfState) {
-          asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + (r * kSteps + s) * 256),
-                       "l"(static_cast<const uint16_t*>(state) + at + r * Tile::K + s * 16) : "memory");
+          copy_async<8>(to + (r * kSteps + s) * 256, static_cast<const uint16_t*>(state) + at + r * Tile::K + s * 16);
         } else {
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (r * kSteps + s) * 512),
-                       "l"(static_cast<const float*>(state) + at + r * Tile::K + s * 16) : "memory");
+          copy_async<16>(to + (r * kSteps + s) * 512, static_cast<const float*>(state) + at + r * Tile::K + s * 16);
         }
       }
     }
@@ -168,12 +153,44 @@ struct StateFragments {
     }
   }
 
+  template <int kChains>
+  __device__ __forceinline__ void finish(float (&c)[4], const float (&part)[kChains][4]) const {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float sum = kChains == 2 ? part[0][e] + part[1][e] : (part[0][e] + part[1][e]) + (part[kChains - 2][e] + part[kChains - 1][e]);
+      const float restored = fmaf(sum, kLossChain, sum);
+      c[e] = Tile::kChunks == 1 ? restored * inverse[e >> 1] : fmaf(restored, inverse[e >> 1], c[e]);
+    }
+  }
+
   // c += (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Several chains, low
   // parts first: short chains lose less to the tensor cores' truncating adds. Long drafts cannot spare the registers.
   __device__ __forceinline__ void multiply(float (&c)[4], const uint4* b, int lane, int chunk) const {
     constexpr int kPairs = kSteps / 2, kChains = Tile::NT <= 2 || kPairs == 2 ? kPairs : kPairs / 2;
     float part[kChains][4];
     const int odd = (lane >> 2) & 1;
+    if constexpr (Tile::kLean) {
+      // No registers for a whole row: it is read once for the low parts and once for the high ones.
+#pragma unroll
+      for (int pass = Tile::kHalfState ? 1 : 0; pass < 2; ++pass) {
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < kPairs; ++s) {
+          const uint4 w = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
+          float (&to)[4] = part[s % kChains];
+          const uint32_t (&a0)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : 2 * s] : hi[2 * s];
+          const uint32_t (&a1)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : 2 * s + 1] : hi[2 * s + 1];
+          if (pass == (Tile::kHalfState ? 1 : 0) && s < kChains) {
+            mma_first(to, a0, w.x, w.y);
+          } else {
+            mma(to, a0, w.x, w.y);
+          }
+          mma(to, a1, w.z, w.w);
+        }
+      }
+      finish(c, part);
+      return;
+    }
     uint4 w[kPairs];
 #pragma unroll
     for (int s = 0; s < kPairs; ++s) w[s] = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
@@ -197,11 +214,7 @@ struct StateFragments {
         }
       }
     }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float sum = kChains == 2 ? part[0][e] + part[1][e] : (part[0][e] + part[1][e]) + (part[kChains - 2][e] + part[kChains - 1][e]);
-      c[e] = Tile::kChunks == 1 ? sum * inverse[e >> 1] : fmaf(sum, inverse[e >> 1], c[e]);
-    }
+    finish(c, part);
   }
 };
 
@@ -223,26 +236,44 @@ struct Prep {
   int* jump;          // [Tpad] scratch
   int* skip;          // nonzero: the row is skipped
 
+  // Nodes that the layout has room for. Fixed: every address is the base and a constant.
+  static constexpr bool kFixed = Tile::kTf32 || (Tile::kLean && Tile::NT <= 8);
+  __host__ __device__ static constexpr int span_of(int T) { return kFixed ? 8 * Tile::NT : nodes(T); }
+  __device__ __forceinline__ int span() const { return kFixed ? 8 * Tile::NT : Tpad; }
   __host__ __device__ static constexpr int nodes(int T) { return (T + Tile::kBlockNodes - 1) / Tile::kBlockNodes * Tile::kBlockNodes; }
   __host__ __device__ static constexpr int bytes(int T) {
-    const int Tpad = nodes(T), blocks = Tpad / Tile::kBlockNodes;
-    return 2 * Tpad * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
-           Tpad * 4 * (8 + Tile::kWords) + 16;
+    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
+    return 2 * span * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
+           span * 4 * (8 + Tile::kWords) + 16;
   }
   __device__ __forceinline__ Prep(unsigned char* base, int T) {
-    Tpad = nodes(T);
-    const int blocks = Tpad / Tile::kBlockNodes;
+    Tpad = Tile::kTf32 ? 8 * Tile::NT : nodes(T);  // tf32: no instance has more than one padded length
+    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
     kq = reinterpret_cast<uint4*>(base);
-    diag = reinterpret_cast<float*>(base + 2 * Tpad * Tile::K * 2);
+    place(base + 2 * span * Tile::K * 2, span, blocks);
+  }
+  // The rows and their norms apart from what belongs to one value head.
+  __host__ __device__ static constexpr int row_bytes(int T) { return 2 * span_of(T) * (Tile::K * 2 + 4); }
+  __host__ __device__ static constexpr int rest_bytes(int T) { return bytes(T) - 2 * span_of(T) * Tile::K * 2; }
+  __device__ __forceinline__ Prep(unsigned char* rows, unsigned char* rest, int T) {
+    Tpad = nodes(T);
+    const int span = span_of(T);
+    kq = reinterpret_cast<uint4*>(rows);
+    place(rest, span, span / Tile::kBlockNodes);
+    rk = reinterpret_cast<float*>(rows + 2 * span * Tile::K * 2);
+    rq = rk + span;
+  }
+  __device__ __forceinline__ void place(unsigned char* rest, int span, int blocks) {
+    diag = reinterpret_cast<float*>(rest);
     hist = reinterpret_cast<uint4*>(diag + blocks * Tile::kDiagFloats);
     gate = reinterpret_cast<float2*>(hist + blocks * (blocks - 1) / 2 * 128);
-    G = gate + Tpad;
-    rk = reinterpret_cast<float*>(G + Tpad);
-    rq = rk + Tpad;
-    parent = reinterpret_cast<int*>(rq + Tpad);
-    bits = reinterpret_cast<uint32_t*>(parent + Tpad);
-    jump = reinterpret_cast<int*>(bits + Tpad * Tile::kWords);
-    skip = jump + Tpad;
+    G = gate + span;
+    rk = reinterpret_cast<float*>(G + span);
+    rq = rk + span;
+    parent = reinterpret_cast<int*>(rq + span);
+    bits = reinterpret_cast<uint32_t*>(parent + span);
+    jump = reinterpret_cast<int*>(bits + span * Tile::kWords);
+    skip = jump + span;
   }
 };
 
@@ -258,22 +289,109 @@ __device__ __forceinline__ int load_parents(const VerifyParams& p, int n, const 
   return bad;
 }
 
+// A float as it stands in memory: loads that are to be in flight together must not be looked at, and converting is looking.
+__device__ __forceinline__ uint32_t load_raw(const void* base, int64_t i, DType dtype) {
+  return dtype == DType::kFloat32 ? static_cast<const uint32_t*>(base)[i] : static_cast<const uint16_t*>(base)[i];
+}
+__device__ __forceinline__ float raw_float(uint32_t raw, DType dtype) {
+  return dtype == DType::kFloat32 ? __uint_as_float(raw) : unpack_half2(raw, dtype == DType::kBFloat16).x;
+}
+
+// tf32: rows stay as they are born, 16 bytes a piece; the order of the pieces turns with the row, so that neither the 8-byte
+// reads of eight rows nor the 16-byte reads of two meet in a bank.
+__device__ __forceinline__ int row_turn(int t) { return (t & 1) << 2 | (t & 2); }
+
+// S0 [k q] of 16 rows by tf32 products, 16 columns at a time from where the asynchronous copies have put the state. A float32
+// is the sum of two tf32 values up to its last bit: hi = x rounded to 11 bits, lo = x - hi. k and q (8 or 11 bits) and a
+// 16-bit state are tf32 values themselves. Every 16 columns are summed on their own and added in float32.
+template <class Tile>
+struct StateStream {
+  static constexpr int kSteps = Tile::kSteps, NT = Tile::NT, kSums = Tile::kPacked ? 1 : 2 * NT;
+  float sum[kSums][4];  // [k tiles, then q tiles]; packed: columns 0-3 k, 4-7 q
+
+  // One branch for all, where selects of the type would cost a third of the instructions.
+  __device__ __forceinline__ void run(const unsigned char* stage, const Prep<Tile>& s, int T, int lane, bool act_bf16, bool state_bf16) {
+    if (act_bf16) {
+      run_as<true>(stage, s, T, lane, state_bf16);
+    } else {
+      run_as<false>(stage, s, T, lane, state_bf16);
+    }
+  }
+  template <bool act_bf16>
+  __device__ __forceinline__ void run_as(const unsigned char* stage, const Prep<Tile>& s, int T, int lane, bool state_bf16) {
+    const int g = lane >> 2, q4 = lane & 3, turn = row_turn(g);
+    const unsigned char* rows = reinterpret_cast<const unsigned char*>(s.kq) + (q4 & 1) * 8 +
+                                (Tile::kPacked ? (g & 3) + (g >= 4 ? s.span() : 0) : g) * (Tile::K * 2);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[i][e] = 0.f;
+#pragma unroll NT == 1 && (Tile::kPacked || !Tile::kHalfState) ? 8 : 2
+    for (int st = 0; st < kSteps; ++st) {
+      float x[2][4];
+      uint32_t hi[2][4], lo[2][4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (Tile::kHalfState) {
+          const uint2 w = *reinterpret_cast<const uint2*>(stage + (r * kSteps + st) * 256 + lane * 8);
+          const float2 a = unpack_half2(w.x, state_bf16), b = unpack_half2(w.y, state_bf16);
+          x[r][0] = a.x, x[r][1] = a.y, x[r][2] = b.x, x[r][3] = b.y;
+        } else {
+          const float4 w = *reinterpret_cast<const float4*>(stage + (r * kSteps + st) * 512 + lane * 16);
+          x[r][0] = w.x, x[r][1] = w.y, x[r][2] = w.z, x[r][3] = w.w;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (Tile::kHalfState) {
+            hi[r][e] = __float_as_uint(x[r][e]);
+          } else {
+            hi[r][e] = (__float_as_uint(x[r][e]) + 0x1000u) & 0xffffe000u;
+            lo[r][e] = __float_as_uint(x[r][e] - __uint_as_float(hi[r][e]));
+          }
+        }
+      }
+      const int at = ((2 * st + (q4 >> 1)) ^ turn) * 16;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        if (NT == 4 && (i & 3) == 3 && T <= 24) continue;
+        const int row = Tile::kPacked ? 0 : i < NT ? i * 8 : s.span() + (i - NT) * 8;
+        const uint2 w = *reinterpret_cast<const uint2*>(rows + row * (Tile::K * 2) + at);
+        const float2 b01 = unpack_half2(w.x, act_bf16), b23 = unpack_half2(w.y, act_bf16);
+        const uint32_t b0 = __float_as_uint(b01.x), b1 = __float_as_uint(b01.y), b2 = __float_as_uint(b23.x), b3 = __float_as_uint(b23.y);
+        float c[4];
+        if constexpr (Tile::kHalfState) {
+          mma_tf32_first(c, hi[0][0], hi[1][0], hi[0][1], hi[1][1], b0, b1);
+        } else {
+          mma_tf32_first(c, lo[0][0], lo[1][0], lo[0][1], lo[1][1], b0, b1);
+          mma_tf32(c, lo[0][2], lo[1][2], lo[0][3], lo[1][3], b2, b3);
+          mma_tf32(c, hi[0][0], hi[1][0], hi[0][1], hi[1][1], b0, b1);
+        }
+        mma_tf32(c, hi[0][2], hi[1][2], hi[0][3], hi[1][3], b2, b3);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[i][e] += c[e];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[i][e] = fmaf(sum[i][e], kLossChain, sum[i][e]);
+  }
+};
+
 // What the gates of a row read from memory; lane t (and t + 32, ..) has node t.
 template <class Tile>
 struct GateInput {
   static constexpr int kPerLane = Tile::NT <= 4 ? 1 : Tile::NT / 4;
-  float A, dt, a[kPerLane], b[kPerLane];
+  uint32_t A, dt, a[kPerLane], b[kPerLane];
   __device__ __forceinline__ void load(const VerifyParams& p, int n, int hv, int lane) {
-    A = load_float(p.A_log, hv, p.A_log_dtype);
-    dt = load_float(p.dt_bias, hv, p.dt_bias_dtype);
+    A = load_raw(p.A_log, hv, p.A_log_dtype);
+    dt = load_raw(p.dt_bias, hv, p.dt_bias_dtype);
+    const int64_t token = static_cast<int64_t>(n) * p.T + lane;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const int t = lane + 32 * i;
-      a[i] = b[i] = 0.f;
-      if (t < p.T) {
-        const int64_t token = static_cast<int64_t>(n) * p.T + t;
-        a[i] = load_float(p.a, token * p.a_stride_token + hv, p.act_dtype);
-        b[i] = load_float(p.b, token * p.b_stride_token + hv, p.act_dtype);
+      if (lane + 32 * i < p.T) {
+        a[i] = load_raw(p.a, (token + 32 * i) * p.a_stride_token + hv, p.act_dtype);
+        b[i] = load_raw(p.b, (token + 32 * i) * p.b_stride_token + hv, p.act_dtype);
       }
     }
   }
@@ -293,8 +411,8 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
     float own = 0.f;
     beta[i] = 0.f;
     if (t < T) {
-      own = log_decay(in.A, in.a[i] + in.dt);
-      beta[i] = sigmoid(in.b[i]);
+      own = log_decay(raw_float(in.A, p.A_log_dtype), raw_float(in.a[i], p.act_dtype) + raw_float(in.dt, p.dt_bias_dtype));
+      beta[i] = sigmoid(raw_float(in.b[i], p.act_dtype));
       if (writes_g) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = own;
     }
     G[i] = own;
@@ -374,8 +492,7 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
 // x / (1 + e^-x), rounded as the division routine rounds, without its branches.
 __device__ __forceinline__ float silu_fast(float x) {
   const float d = 1.f + expf(fminf(-x, 80.f));
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(d));
+  float r = rcp_approx(d);
   r = fmaf(r, fmaf(-d, r, 1.f), r);
   const float quotient = x * r;
   return fmaf(fmaf(-quotient, d, x), r, quotient);
@@ -407,9 +524,31 @@ __device__ __forceinline__ void unpack8(const uint4& raw, bool is_bf16, float (&
 
 // e^x for x <= 0 from the hardware's exp2: as exact as expf where e^x matters, and flushed to zero below 2^-126.
 __device__ __forceinline__ float exp_decay(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x * 1.4426950408889634f));
-  return r;
+  return exp2_approx(x * 1.4426950408889634f);
+}
+
+// Eight channels of a k or q row of the tf32 kernels, already in place: norm and copy for the stash.
+template <class Tile>
+__device__ __forceinline__ void measure_row(const VerifyParams& p, int n, int h, bool writes_k, const Prep<Tile>& s, int kind, int t,
+                                            int i, uint4 raw, bool act_bf16) {
+  float x[8];
+  unpack8(raw, act_bf16, x);
+  float sum0 = x[0] * x[0], sum1 = x[1] * x[1];
+#pragma unroll
+  for (int j = 2; j < 8; j += 2) {
+    sum0 = fmaf(x[j], x[j], sum0);
+    sum1 = fmaf(x[j + 1], x[j + 1], sum1);
+  }
+  float sum = sum0 + sum1;
+#pragma unroll
+  for (int d = 8; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  const float r = rsqrt_exact(sum + 1e-6f);
+  if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = r;
+  if (kind == 0 && writes_k) {
+    uint16_t* to = static_cast<uint16_t*>(p.stash.k) + n * p.stash.k_stride_row + h * p.stash.k_stride_head + static_cast<int64_t>(t) * Tile::K;
+    *reinterpret_cast<uint4*>(to + i * 8) = raw;
+    if (i == 0) p.stash.k_rnorm[n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head + t] = r;
+  }
 }
 
 // Eight channels of a k or q row: norm, power-of-two scale, float16, fragment order. kLanes lanes share a row.
@@ -440,7 +579,7 @@ __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, b
     if (i == 0) p.stash.k_rnorm[n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head + t] = r;
   }
   // Columns 8i..8i+7 are two groups of four: group c goes to step pair c/8, lane c%4, first or second step (c%8)/4.
-  uint2* row = reinterpret_cast<uint2*>(s.kq + (kind * s.Tpad + t) * (K / 8));
+  uint2* row = reinterpret_cast<uint2*>(s.kq + (kind * s.span() + t) * (K / 8));
   const int pair = (i / 4) ^ (t & 1), to = pair * 8 + ((2 * i) & 3) * 2 + ((i & 3) >> 1);
   row[to] = make_uint2(f16x2(x[0] * scale, x[1] * scale), f16x2(x[2] * scale, x[3] * scale));
   row[to + 2] = make_uint2(f16x2(x[4] * scale, x[5] * scale), f16x2(x[6] * scale, x[7] * scale));
@@ -450,7 +589,7 @@ __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, b
 template <class Tile>
 __device__ __forceinline__ void stage_zero_row(const Prep<Tile>& s, int kind, int t, int i) {
   if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = 0.f;
-  s.kq[(kind * s.Tpad + t) * (Tile::K / 8) + i] = make_uint4(0u, 0u, 0u, 0u);
+  s.kq[(kind * s.span() + t) * (Tile::K / 8) + i] = make_uint4(0u, 0u, 0u, 0u);
 }
 
 // Convolution and SiLU of eight channels; in[0] is the node itself, in[3] its oldest tap.
@@ -555,7 +694,7 @@ __device__ __forceinline__ void stage_rows(const VerifyParams& p, int n, int h, 
 // Coefficients e^{G_t-G_j} (k_j . k_t) beta_t and e^{G_t-G_j} (k_j . q_t), j an ancestor. Task: a block of nodes t against
 // eight nodes j; tasks go round the warps.
 template <class Tile>
-__device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int warp, int warps, int lane) {
+__device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T, bool act_bf16, int warp, int warps, int lane) {
   constexpr int K = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
   const int g = lane >> 2, q4 = lane & 3, odd = g & 1;
   const int blocks = s.Tpad / kBlockNodes;
@@ -565,32 +704,52 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int wa
       if (turn-- != 0) continue;
       turn = warps - 1;
       float ck[4], cq[4], ck1[4], cq1[4];
-      const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + q4;
-      const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + q4;
-      const uint4* aq = ak + s.Tpad * (K / 8);
+      const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + (Tile::kTf32 ? 0 : q4);
+      const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + (Tile::kTf32 ? 0 : q4);
+      const uint4* aq = ak + s.span() * (K / 8);
+      const bool empty = Tile::kTiles && jn * 8 >= T;  // its coefficients are zero whatever the products are
+      auto products = [&](auto bf16) {
 #pragma unroll
-      for (int st = 0; st < K / 32; ++st) {
-        const int o = (st ^ odd) * 4;
-        const uint4 w = bj[o];
-        const uint4 k0 = ak[o], q0 = aq[o];
-        uint4 k1 = make_uint4(0u, 0u, 0u, 0u), q1 = k1;
-        if constexpr (kBlockTiles == 2) {
-          k1 = ak[o + 8 * (K / 8)];
-          q1 = aq[o + 8 * (K / 8)];
+        for (int st = 0; st < K / 32; ++st) {
+          const int o = Tile::kTf32 ? (st * 4 + q4) ^ row_turn(g) : (st ^ odd) * 4;
+          const uint4 w = bj[o];
+          const uint4 k0 = ak[o], q0 = aq[o];
+          uint4 k1 = make_uint4(0u, 0u, 0u, 0u), q1 = k1;
+          if constexpr (kBlockTiles == 2) {
+            k1 = ak[o + 8 * (K / 8)];
+            q1 = aq[o + 8 * (K / 8)];
+          }
+          const uint32_t fk0[4] = {k0.x, k1.x, k0.y, k1.y}, fk1[4] = {k0.z, k1.z, k0.w, k1.w};
+          const uint32_t fq0[4] = {q0.x, q1.x, q0.y, q1.y}, fq1[4] = {q0.z, q1.z, q0.w, q1.w};
+          if constexpr (decltype(bf16)::value) {
+            if (st == 0) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) ck[e] = cq[e] = ck1[e] = cq1[e] = 0.f;
+            }
+            mma_bf16(ck, fk0, w.x, w.y);
+            mma_bf16(cq, fq0, w.x, w.y);
+            mma_bf16(ck1, fk1, w.z, w.w);
+            mma_bf16(cq1, fq1, w.z, w.w);
+          } else if (st == 0) {
+            mma_first(ck, fk0, w.x, w.y);
+            mma_first(cq, fq0, w.x, w.y);
+            mma_first(ck1, fk1, w.z, w.w);
+            mma_first(cq1, fq1, w.z, w.w);
+          } else {
+            mma(ck, fk0, w.x, w.y);
+            mma(cq, fq0, w.x, w.y);
+            mma(ck1, fk1, w.z, w.w);
+            mma(cq1, fq1, w.z, w.w);
+          }
         }
-        const uint32_t fk0[4] = {k0.x, k1.x, k0.y, k1.y}, fk1[4] = {k0.z, k1.z, k0.w, k1.w};
-        const uint32_t fq0[4] = {q0.x, q1.x, q0.y, q1.y}, fq1[4] = {q0.z, q1.z, q0.w, q1.w};
-        if (st == 0) {
-          mma_first(ck, fk0, w.x, w.y);
-          mma_first(cq, fq0, w.x, w.y);
-          mma_first(ck1, fk1, w.z, w.w);
-          mma_first(cq1, fq1, w.z, w.w);
-        } else {
-          mma(ck, fk0, w.x, w.y);
-          mma(cq, fq0, w.x, w.y);
-          mma(ck1, fk1, w.z, w.w);
-          mma(cq1, fq1, w.z, w.w);
-        }
+      };
+      if (Tile::kTiles && empty) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ck[e] = cq[e] = ck1[e] = cq1[e] = 0.f;
+      } else if (Tile::kTf32 && act_bf16) {
+        products(std::integral_constant<bool, Tile::kTf32>{});
+      } else {
+        products(std::false_type{});
       }
       const int j0 = jn * 8 + q4 * 2;
       const float4 Gj = *reinterpret_cast<const float4*>(s.G + j0);
@@ -721,47 +880,52 @@ struct ValueInput {
   }
 };
 
-template <class Tile, bool kRawV, class Ready>
+// v of one block of nodes, two adjacent channels a node, as a lane needs them.
+template <class Tile>
+__device__ __forceinline__ void load_values(const VerifyParams& p, int n, int hv, int row0, int lane, int b, uint32_t (&raw)[2 * Tile::kBlockTiles]) {
+  const int t0 = b * Tile::kBlockNodes + 2 * (lane & 3);
+  const uint16_t* at = static_cast<const uint16_t*>(p.v) + (static_cast<int64_t>(n) * p.T + t0) * p.v_stride_token + hv * p.v_stride_head +
+                       row0 + 2 * (lane >> 2);
+#pragma unroll
+  for (int c = 0; c < 2 * Tile::kBlockTiles; ++c) {
+    const int o = (c >> 1) * 8 + (c & 1);
+    raw[c] = t0 + o < p.T ? *reinterpret_cast<const uint32_t*>(at + o * p.v_stride_token) : 0u;
+  }
+}
+
+// tf32: `state` is a StateStream, `ready` must leave it done.
+template <class Tile, bool kRawV, class State, class Ready>
 __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv, int64_t slot, int row0, int lane, const Prep<Tile>& s,
-                                           StateFragments<Tile>& state, int64_t state_at, Ready ready, unsigned char* raw_v = nullptr) {
+                                           State& state, int64_t state_at, const uint32_t (&v0)[2 * Tile::kBlockTiles], Ready ready,
+                                           unsigned char* raw_v = nullptr) {
   constexpr int K = Tile::K, V = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
   const int g = lane >> 2, q4 = lane & 3, T = p.T;
   const bool act_bf16 = p.act_dtype == DType::kBFloat16, state_bf16 = p.state_dtype == DType::kBFloat16;
   const int row = row0 + 2 * g;
   const int64_t token0 = static_cast<int64_t>(n) * T;
   const int64_t channel = Tile::kConv ? 2 * p.H * K + static_cast<int64_t>(hv) * V + row : 0;
-  const uint16_t* v_at = Tile::kConv ? static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel
-                                     : static_cast<const uint16_t*>(p.v) + (token0 + 2 * q4) * p.v_stride_token + hv * p.v_stride_head + row;
+  const uint16_t* v_at = static_cast<const uint16_t*>(p.mixed_qkv) + token0 * p.mixed_qkv_stride_token + channel;
   ValueInput<Tile> v;
   v.template start<kRawV>(p, slot, channel, act_bf16, q4);
-  auto load_v = [&](int b) {
-    if constexpr (!Tile::kConv) {
 #pragma unroll
-      for (int c = 0; c < 2 * kBlockTiles; ++c) {
-        const int o = b * kBlockNodes + (c >> 1) * 8 + (c & 1);
-        v.raw[c] = o + 2 * q4 < T ? *reinterpret_cast<const uint32_t*>(v_at + o * p.v_stride_token) : 0u;
-      }
-    }
-  };
-  load_v(0);
+  for (int c = 0; c < 2 * kBlockTiles; ++c) v.raw[c] = v0[c];
   // Raw v columns of the warp's 16 channels, one row of 32 bytes a node, older columns behind: the taps then cost no walk
   // through memory. Kernels without the room for it read the taps where they are.
   uint32_t* raw_at = reinterpret_cast<uint32_t*>(raw_v) + g;
   if constexpr (Tile::kConv) {
     if constexpr (kRawV) {
       for (int t = q4; t < T; t += 4)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(raw_at + t * 8))),
-                     "l"(v_at + t * p.mixed_qkv_stride_token) : "memory");
-      asm volatile("cp.async.commit_group;" ::: "memory");
+        copy_async<4>(shared_address(raw_at + t * 8), v_at + t * p.mixed_qkv_stride_token);
+      copy_commit();
     }
   }
-  if constexpr (Tile::kChunks == 1) state.convert(state_bf16);
+  if constexpr (Tile::kChunks == 1 && !Tile::kTf32) state.convert(state_bf16);
   if constexpr (Tile::kConv && kRawV) {
     if (q4 < 3) raw_at[(s.Tpad + q4) * 8] = v.old_word;
   }
   if (!ready()) return false;
   if constexpr (Tile::kConv && kRawV) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");  // all but the state that was asked for last
+    copy_wait<1>();  // all but the state that was asked for last
     __syncwarp();
   }
 
@@ -773,12 +937,29 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b) {
     if (b > 0 && b * kBlockNodes >= T) break;
-    if (b > 0) load_v(b);
+    if (b > 0 && !Tile::kConv) load_values<Tile>(p, n, hv, row0, lane, b, v.raw);
     float xk[kBlockTiles][4], xq[kBlockTiles][4];
 #pragma unroll
     for (int i = 0; i < kBlockTiles; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) xk[i][e] = xq[i][e] = 0.f;
+    const bool second = !Tile::kTiles || b * kBlockNodes + 8 < T;  // the second tile has nodes
+    if constexpr (Tile::kPacked) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float from_q = __shfl_sync(0xffffffffu, state.sum[0][e], lane + 2);
+        xk[0][e] = q4 < 2 ? state.sum[0][e] : 0.f;
+        xq[0][e] = q4 < 2 ? from_q : 0.f;
+      }
+    } else if constexpr (Tile::kTf32) {
+#pragma unroll
+      for (int i = 0; i < kBlockTiles; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          xk[i][e] = state.sum[b * kBlockTiles + i][e];
+          xq[i][e] = state.sum[Tile::NT + b * kBlockTiles + i][e];
+        }
+    } else {
 #pragma unroll
     for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
       if constexpr (Tile::kChunks > 1) {
@@ -787,19 +968,23 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       }
 #pragma unroll
       for (int i = 0; i < kBlockTiles; ++i) {
+        if (i == 1 && !second) continue;
         const uint4* rowk = s.kq + (b * kBlockNodes + i * 8 + g) * (K / 8);
         state.multiply(xk[i], rowk, lane, chunk);
-        state.multiply(xq[i], rowk + s.Tpad * (K / 8), lane, chunk);
+        state.multiply(xq[i], rowk + s.span() * (K / 8), lane, chunk);
       }
+    }
     }
 #pragma unroll
     for (int i = 0; i < kBlockTiles; ++i) {
+      if (i == 1 && !second) continue;
       const int t0 = b * kBlockNodes + i * 8 + q4 * 2;
       const float4 gate = *reinterpret_cast<const float4*>(s.gate + t0);
       const float2 rk = *reinterpret_cast<const float2*>(s.rk + t0), rq = *reinterpret_cast<const float2*>(s.rq + t0);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float2 x;
+        if constexpr (Tile::kConv && Tile::kLean) __syncwarp();  // one column at a time: registers
         if constexpr (Tile::kConv) {
           const int t = t0 + e;
           x = make_float2(0.f, 0.f);
@@ -849,6 +1034,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         const uint4* pair = s.hist + (b * (b - 1) / 2 + jb) * 128 + g * 4 + q4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          if (i == 1 && !second) continue;
           const uint4 wk = pair[i * 32], wq = pair[64 + i * 32];
           float ck[4], cq[4];
           mma_first(ck, u_lo[jb], wk.x, wk.y);
@@ -859,8 +1045,8 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
           mma(cq, u_hi[jb], wq.x, wq.y);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], ck[e], xk[i][e]);
-            xq[i][e] = fmaf(u_inverse[jb][e >> 1], cq[e], xq[i][e]);
+            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], fmaf(ck[e], kLossOne, ck[e]), xk[i][e]);
+            xq[i][e] = fmaf(u_inverse[jb][e >> 1], fmaf(cq[e], kLossOne, cq[e]), xq[i][e]);
           }
         }
       }
@@ -907,6 +1093,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       const uint4* inv = reinterpret_cast<const uint4*>(s.diag + b * 512) + g * 4 + q4;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !second) continue;
         const uint4 w = inv[i * 32];
         float c[4];
         mma_first(c, x_lo, w.x, w.y);
@@ -924,6 +1111,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !second) continue;
         const uint4 w = inv[64 + i * 32];
         float c[4];
         mma_first(c, ul, w.x, w.y);
@@ -931,7 +1119,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         mma(c, uh, w.x, w.y);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          xq[i][e] = fmaf(u_inverse[b][e >> 1], c[e], xq[i][e]);
+          xq[i][e] = fmaf(u_inverse[b][e >> 1], fmaf(c[e], kLossOne, c[e]), xq[i][e]);
           xk[i][e] *= inverse[e >> 1];
         }
       }
@@ -939,6 +1127,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
     // ---- u and outputs
 #pragma unroll
     for (int c = 0; c < 2 * kBlockTiles; ++c) {
+      if (c >= 2 && !second) continue;
       const int o = b * kBlockNodes + (c >> 1) * 8 + (c & 1);
       if (o + 2 * q4 < T) {
         const int i = c >> 1, e = c & 1;

@@ -8,24 +8,20 @@
 namespace treewy {
 namespace cuda {
 
-constexpr int kConsumers = 8;  // warps; 16 channels each, so that an item of 128 channels is one turn
-#ifndef PRODUCERS
-#define PRODUCERS 4
-#endif
-#ifndef PNT
-#define PNT 2
-#endif
-
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT;
-  static constexpr int kProducers = NT <= PNT && !Tile::kConv ? PRODUCERS : 4;  // warps; 12 warps leave 168 registers a thread, 16 warps 128
+  // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168, which is what
+  // the convolution of v and the history of u of longer drafts need.
+  static constexpr int kConsumers = 8;
+  static constexpr int kProducers = NT <= 2 && !Tile::kConv ? 8 : 4;
+  static constexpr int kThreads = (kConsumers + kProducers) * 32;
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
-  static constexpr int kBuffers = NT == 1 ? (kProducers == 8 ? 8 : 6) : NT == 2 ? 4 : NT == 4 ? 3 : 2;
-  static constexpr int kStages = NT <= 4 ? 2 : 1;       // state tiles in flight a consumer; long drafts are not memory-bound
+  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 ? 3 : 2;
+  static constexpr int kStages = NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
   static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
@@ -38,46 +34,39 @@ struct Stream {
   static constexpr int kLeastNodes = NT == 1 ? 1 : 4 * NT + 1;  // shorter drafts take the kernel of half the tiles
 };
 
-// Buffers change hands through mbarriers: a consumer warp waits for its producers only, never for the other consumers.
-__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))), "r"(count) : "memory");
-}
-// For the whole warp, whose earlier accesses it orders.
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar, int lane) {
-  __syncwarp();
-  if (lane == 0)
-    asm volatile("{ .reg .b64 s; mbarrier.arrive.shared::cta.b64 s, [%0]; }" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(bar))) : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(bar));
-  uint32_t done;
-  do {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#else
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-#endif
-                 : "=r"(done) : "r"(at), "r"(parity) : "memory");
-  } while (!done);
-}
-// Named barriers of a producer group.
-__device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ int barrier_or(int id, int threads, int x) {
-  int r;
-  asm volatile(
-      "{ .reg .pred a, b; setp.ne.s32 a, %3, 0; barrier.cta.red.or.pred b, %1, %2, a; selp.s32 %0, 1, 0, b; }"
-      : "=r"(r) : "r"(id), "r"(threads), "r"(x) : "memory");
-  return r;
-}
-
 struct StreamLaunch {
   int items, splits, slabs;  // slabs of 16 channels an item; splits items a head
   int heads_per_key;         // HV / H
+  int leap_item, leap_split, leap_head, leap_row;  // the same for consumers / slabs items at once
   int step_split, step_head, step_row;  // gridDim.x in mixed radix (N, HV, splits): no divisions on the way
 };
 
 struct Cursor {
   int item, n, hv, split;
+  // To shared memory and back: a solve needs the registers. 16 bytes of the warp's own.
+  __device__ __forceinline__ void park(int4* at) const {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) {
+      int4 x;
+      x.x = item, x.y = n, x.z = hv, x.w = split;
+      *at = x;
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark(const int4* at) {
+    const int4 x = *at;
+    item = x.x, n = x.y, hv = x.z, split = x.w;
+  }
+  // As many steps as the consumers take items at a time.
+  __device__ __forceinline__ void leap(const StreamLaunch& q, int HV) {
+    item += q.leap_item;
+    split += q.leap_split;
+    hv += q.leap_head;
+    n += q.leap_row;
+    if (split >= q.splits) split -= q.splits, ++hv;
+    if (hv >= HV) hv -= HV, ++n;
+  }
+  Cursor() = default;
   __device__ __forceinline__ Cursor(const StreamLaunch& q, int HV, int first) {
     item = first;
     split = first % q.splits;
@@ -94,20 +83,53 @@ struct Cursor {
   }
 };
 
+// What a consumer warp takes at a time: 16 channels of an item. Units go round the consumers.
+template <int kConsumers>
+struct Unit {
+  Cursor c;
+  int k, slab;  // k: which of the block's items
+  __device__ __forceinline__ Unit(const StreamLaunch& q, int HV, int warp) : c(q, HV, blockIdx.x), k(0), slab(warp) { settle(q, HV); }
+  __device__ __forceinline__ void advance(const StreamLaunch& q, int HV) {
+    slab += kConsumers;
+    settle(q, HV);
+  }
+  __device__ __forceinline__ void settle(const StreamLaunch& q, int HV) {
+    while (slab >= q.slabs) {
+      slab -= q.slabs;
+      ++k;
+      c.advance(q, HV);
+    }
+  }
+};
+
 // The slot as it stands in memory, not looked at, so that nobody waits for it; and what it means. -1: padding, -2: out of
 // range.
-__device__ __forceinline__ int64_t raw_slot_of(const VerifyParams& p, const StreamLaunch& q, const Cursor& c) {
-  return c.item < q.items ? load_index(p.state_indices, c.n) : -1;
+struct RawSlot {
+  int lo, hi;
+};
+__device__ __forceinline__ RawSlot raw_slot_of(const VerifyParams& p, const StreamLaunch& q, const Cursor& c) {
+  RawSlot r{-1, -1};
+  if (c.item < q.items) {
+    if (p.state_indices.is_int64) {
+      const int2 x = static_cast<const int2*>(p.state_indices.data)[c.n];
+      r.lo = x.x, r.hi = x.y;
+    } else {
+      r.lo = static_cast<const int*>(p.state_indices.data)[c.n];
+    }
+  }
+  return r;
 }
-__device__ __forceinline__ int checked_slot(const VerifyParams& p, int64_t slot) {
+__device__ __forceinline__ int checked_slot(const VerifyParams& p, const RawSlot& r) {
+  const int hi = p.state_indices.is_int64 ? r.hi : r.lo >> 31;
+  const int64_t slot = static_cast<int64_t>(hi) << 32 | static_cast<uint32_t>(r.lo);
   return slot >= p.slots || slot < -1 ? -2 : static_cast<int>(slot);
 }
 
 // Everything a producer warp reads from memory for one item, on its way while the item before is being prepared.
-template <class Tile>
+template <class Tile, int kGroup = Stream<Tile>::kGroup>
 struct ProducerInput {
-  static constexpr int kGroup = Stream<Tile>::kGroup;
-  int slot, parent;
+  RawSlot raw_slot;
+  int parent;
   GateInput<Tile> gates;
   uint4 weight[Tile::kConv ? 4 : 1], bias, old[Tile::kConv ? 3 : 1];
 
@@ -115,7 +137,7 @@ struct ProducerInput {
     if (c.item >= q.items) return;
     constexpr int K = Tile::K;
     const int h = c.hv / q.heads_per_key, kind = lane >> 4, i = lane & 15;
-    slot = checked_slot(p, raw_slot_of(p, q, c));
+    raw_slot = raw_slot_of(p, q, c);
     const int t = gw * 32 + lane;
     parent = t < p.T ? (p.parents != nullptr ? p.parents[c.n * p.parents_stride_row + t] : t - 1) : -1;
     if constexpr (Tile::kConv) {
@@ -125,7 +147,8 @@ struct ProducerInput {
       for (int j = 0; j < 4; ++j) weight[j] = w[j];
       bias = make_uint4(0u, 0u, 0u, 0u);
       if (p.conv_bias != nullptr) bias = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_bias) + channel);
-      if (slot >= 0 && gw == 0) {
+      const int slot = gw == 0 ? checked_slot(p, raw_slot) : -1;
+      if (slot >= 0) {
         const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel;
 #pragma unroll
         for (int j = 0; j < 3; ++j) {  // old[0]: the newest column
@@ -158,15 +181,15 @@ struct ProducerInput {
       from = is_k ? static_cast<const uint16_t*>(p.k) + h * p.k_stride_head : static_cast<const uint16_t*>(p.q) + h * p.q_stride_head;
     }
     from += (static_cast<int64_t>(c.n) * p.T + gw) * stride + i * 8;
-    uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(rows)) + gw * 512;
+    uint32_t to = shared_address(rows) + gw * 512;
     for (int t = gw; t < p.T; t += kGroup, from += kGroup * stride, to += kGroup * 512)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
+      copy_async<16>(to, from);
+    copy_commit();
   }
 };
 
 template <class Tile>
-__global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 1)
+__global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
     verify_stream_kernel(const __grid_constant__ VerifyParams p, const __grid_constant__ StreamLaunch q) {
   using S = Stream<Tile>;
   constexpr int K = Tile::K;
@@ -181,64 +204,76 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
   uint64_t* empty = full + S::kBuffers;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kBuffers; ++i) {
-      mbarrier_init(full + i, S::kGroup);
-      mbarrier_init(empty + i, q.slabs);
+      mbarrier_init(full + i, S::kGroup * 32);
+      mbarrier_init(empty + i, q.slabs * 32);
     }
   }
   __syncthreads();
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
-  if (warp < kConsumers) {
-    if (warp >= q.slabs) return;
+  if (warp < S::kConsumers) {
     unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
-    auto prefetch = [&](const Cursor& c, int slot, int stage) {
+    using U = Unit<S::kConsumers>;
+    auto prefetch = [&](const U& u, int slot, int stage) {
       if (slot >= 0)
         StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state,
-                                       slot * p.state_stride_slot + c.hv * p.state_stride_head + (c.split * q.slabs + warp) * 16 * K, lane);
-      asm volatile("cp.async.commit_group;" ::: "memory");
+                                       slot * p.state_stride_slot + u.c.hv * p.state_stride_head + (u.c.split * q.slabs + u.slab) * 16 * K, lane);
+      copy_commit();
     };
-    Cursor here(q, p.HV, blockIdx.x), ahead = here;  // ahead: the next item whose state is to be asked for
-    int slots[S::kStages];                           // of this item and of those on their way
+    U here(q, p.HV, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
+    int slots[S::kStages];                // of this unit and of those on their way
 #pragma unroll
     for (int i = 0; i < S::kStages; ++i) {
-      slots[i] = checked_slot(p, raw_slot_of(p, q, ahead));
+      slots[i] = checked_slot(p, raw_slot_of(p, q, ahead.c));
       prefetch(ahead, slots[i], i);
       ahead.advance(q, p.HV);
     }
-    int64_t raw_slot = raw_slot_of(p, q, ahead);
+    RawSlot raw_slot = raw_slot_of(p, q, ahead.c);
+    // v of the first block of nodes, one unit ahead of its use, where registers allow (with two stages `ahead` is too far for that).
+    constexpr bool kEarlyV = !Tile::kConv && S::kStages == 1 && Tile::NT == 1;
+    uint32_t v_next[2 * Tile::kBlockTiles] = {};
+    auto load_v = [&](const U& u) {
+      if (u.c.item < q.items) load_values<Tile>(p, u.c.n, u.c.hv, (u.c.split * q.slabs + u.slab) * 16, lane, 0, v_next);
+    };
+    if constexpr (kEarlyV) load_v(here);
 
-    for (int k = 0; here.item < q.items; ++k) {
-      const int buffer = k % S::kBuffers, use = k / S::kBuffers, stage = k % S::kStages;
-      const int row0 = (here.split * q.slabs + warp) * 16;
+    for (int turn = 0; here.c.item < q.items; ++turn) {
+      const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
+      const int row0 = (here.c.split * q.slabs + here.slab) * 16;
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
+      if constexpr (!Tile::kConv && !kEarlyV) load_v(here);
+      uint32_t v[2 * Tile::kBlockTiles];
+#pragma unroll
+      for (int c = 0; c < 2 * Tile::kBlockTiles; ++c) v[c] = v_next[c];
       auto ready = [&] {
         // The stage has been read into registers: refill it before waiting for the preparation.
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
         slots[S::kStages - 1] = next_slot;
-        prefetch(ahead, slots[S::kStages - 1], stage);
+        prefetch(ahead, next_slot, stage);
+        if constexpr (kEarlyV) load_v(ahead);
         ahead.advance(q, p.HV);
-        raw_slot = raw_slot_of(p, q, ahead);
+        raw_slot = raw_slot_of(p, q, ahead.c);
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
-      asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
+      copy_wait<S::kStages - 1>();
       bool sound = false;
       if (slot >= 0) {
         StateFragments<Tile> state;
         state.fetch(stages + stage * StateFragments<Tile>::kBytes, lane);
-        sound = solve_rows<Tile, true>(p, here.n, here.hv, slot, row0, lane, s, state, 0, ready,
-                                 raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
+        sound = solve_rows<Tile, true>(p, here.c.n, here.c.hv, slot, row0, lane, s, state, 0, v, ready,
+                                       raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
       } else {
         ready();
       }
-      if (!sound) write_zeros(p, here.n, here.hv, row0, 16, lane, 32);
-      mbarrier_arrive(empty + buffer, lane);
+      if (!sound) write_zeros(p, here.c.n, here.c.hv, row0, 16, lane, 32);
+      mbarrier_arrive(empty + buffer);
       here.advance(q, p.HV);
     }
   } else {
-    const int group = (warp - kConsumers) / S::kGroup, gw = (warp - kConsumers) % S::kGroup;
+    const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
     const int group_barrier = 1 + group;
     auto sync = [&] {
       if constexpr (S::kGroup == 1) {
@@ -263,7 +298,7 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
       const int tid = gw * 32 + lane;
       int bad = in.parent < -1 || in.parent >= (tid < p.T ? tid : 0);
       if (tid < s.Tpad) s.parent[tid] = in.parent;
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      copy_wait<0>();
       if constexpr (Tile::kConv) {
         if (gw == 0) {
 #pragma unroll
@@ -276,8 +311,9 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
       } else {
         bad = barrier_or(group_barrier, S::kGroup * 32, bad);
       }
-      const bool skip = in.slot < 0 || bad;
-      if (skip && counts && in.slot != -1) count_error(p.errors, in.slot < 0 ? kErrorStateIndex : kErrorParent);
+      const int slot = checked_slot(p, in.raw_slot);
+      const bool skip = slot < 0 || bad;
+      if (skip && counts && slot != -1) count_error(p.errors, slot < 0 ? kErrorStateIndex : kErrorParent);
       if (tid == 0) *s.skip = skip;
       const Cursor now = here;
 #pragma unroll
@@ -313,15 +349,42 @@ __global__ void __launch_bounds__((kConsumers + Stream<Tile>::kProducers) * 32, 
       sync();
       ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
       if (!skip) {
-        prepare_coefficients<Tile>(s, gw, S::kGroup, lane);
+        prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kGroup, lane);
         if constexpr (Tile::kBlockTiles == 2) {
           sync();
           prepare_inverse<Tile>(s, gw, S::kGroup, lane);
         }
       }
-      mbarrier_arrive(full + buffer, lane);
+      mbarrier_arrive(full + buffer);
     }
   }
+}
+
+// Items and grid; false: too many items.
+inline bool plan_stream(const VerifyParams& p, int multiprocessors, StreamLaunch& q, int& blocks) {
+  // A small batch is cut across value channels until every multiprocessor has an item.
+  constexpr int kSlabs = 128 / 16;
+  q.slabs = kSlabs;
+  const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
+  while (q.slabs > 2 && heads * kSlabs / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
+  q.splits = kSlabs / q.slabs;
+  if (heads * q.splits > 0x3fffffff) return false;
+  q.items = static_cast<int>(heads * q.splits);
+  blocks = q.items < multiprocessors ? q.items : multiprocessors;
+  q.heads_per_key = p.HV / p.H;
+  q.step_split = blocks % q.splits;
+  q.step_head = blocks / q.splits % p.HV;
+  q.step_row = blocks / q.splits / p.HV;
+  return true;
+}
+
+// For consumers that keep their slab of 16 channels and leap over the items in between.
+inline void plan_leap(const VerifyParams& p, int consumers, int blocks, StreamLaunch& q) {
+  const int turns = consumers / q.slabs;
+  q.leap_item = turns * blocks;
+  q.leap_split = q.leap_item % q.splits;
+  q.leap_head = q.leap_item / q.splits % p.HV;
+  q.leap_row = q.leap_item / q.splits / p.HV;
 }
 
 template <class Tile>
@@ -333,19 +396,9 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   cudaError_t e = allow_shared(verify_stream_kernel<Tile>, shared_limit, allowed);
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
-  // A small batch is cut across value channels until every multiprocessor has an item.
-  q.slabs = kConsumers;
-  const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
-  while (q.slabs > 2 && heads * kConsumers / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
-  q.splits = kConsumers / q.slabs;
-  if (heads * q.splits > 0x3fffffff) return cudaErrorInvalidConfiguration;
-  q.items = static_cast<int>(heads * q.splits);
-  const int blocks = q.items < multiprocessors ? q.items : multiprocessors;
-  q.heads_per_key = p.HV / p.H;
-  q.step_split = blocks % q.splits;
-  q.step_head = blocks / q.splits % p.HV;
-  q.step_row = blocks / q.splits / p.HV;
-  verify_stream_kernel<Tile><<<blocks, (kConsumers + S::kProducers) * 32, bytes, stream>>>(p, q);
+  int blocks = 0;
+  if (!plan_stream(p, multiprocessors, q, blocks)) return cudaErrorInvalidConfiguration;
+  verify_stream_kernel<Tile><<<blocks, S::kThreads, bytes, stream>>>(p, q);
   return cudaGetLastError();
 }
 

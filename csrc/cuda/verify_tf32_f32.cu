@@ -1,0 +1,11 @@
+#include "verify_tf32.cuh"
+
+namespace treewy {
+namespace cuda {
+
+int launch_verify_tf32_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream) {
+  return launch_verify_tf32_nodes<false, false>(p, multiprocessors, shared_limit, stream);
+}
+
+}  // namespace cuda
+}  // namespace treewy
