@@ -19,19 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python"))
 
 # What each case can tell apart: number of the variant -> what it changes (csrc/cuda/verify_variants.h).
-SHORT, LONG, BLOCK, COMMIT = (0, 1), (0, 16, 20), (0, 2), (0, 32)
+SHORT, LONG, COMMIT = (0, 2048, 1024, 1), (0, 20), (32,)
 PLAN = [  # shape, requests, draft, fused, variants of verify
-    *[("35B", n, "chain4", fused, SHORT) for n in (64, 1, 256) for fused in (False, True)],
-    ("35B", 64, "chain8", False, SHORT),
-    *[("35B", 64, d, fused, SHORT) for d in ("tree16", "tree17", "tree32") for fused in (False, True)],
+    *[("35B", 64, d, fused, SHORT) for d in ("chain4", "chain8", "tree16", "tree17", "tree32") for fused in (False, True)],
     ("35B", 64, "tree24", False, SHORT),
+    *[("35B", n, "chain4", fused, SHORT) for n in (256, 16, 8) for fused in (False, True)],
+    *[("35B", n, "tree16", False, SHORT) for n in (256, 16, 8)],
+    *[("35B", n, d, False, SHORT) for n in (1, 4) for d in ("chain4", "tree16")],
     *[("35B", 64, d, fused, LONG) for d in ("tree33", "tree64") for fused in (False, True)],
-    ("35B", 64, "tree48", False, LONG),
-    ("35B", 64, "tree49", False, LONG),
-    *[("35B", n, "tree128", False, BLOCK) for n in (1, 4, 64)],
-    ("397B-tp8", 16, "tree128", False, BLOCK),
-    ("35B", 4, "tree64", False, LONG),
-    ("35B", 4, "chain4", False, SHORT),
 ]
 
 

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
     return;
   }
   if (warp == warps - 1) {
-    GateInput<Tile> gates;
-    gates.load(p, n, hv, lane);
+    GateInput<Tile> gates[1];
+    gates[0].load(p, n, hv, lane);
     prepare_gates<Tile>(p, n, hv, slab == 0, s, lane, gates);
   }
   stage_rows<Tile>(p, n, h, slot, writes_k, s, warp, warps, lane);
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
   prepare_coefficients<Tile>(s, p.T, p.act_dtype == DType::kBFloat16, warp, warps, lane);
   if constexpr (Tile::kBlockTiles == 2) {
     __syncthreads();
-    prepare_inverse<Tile>(s, warp, warps, lane);
+    prepare_inverse<Tile>(s, p.T, warp, warps, lane);
   }
   if (warp >= solvers) {  // it has helped to prepare
     __syncthreads();

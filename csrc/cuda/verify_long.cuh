@@ -26,19 +26,19 @@ struct LongStream {
 // With kShare `split` is the value head of the key head: an item is not cut across channels then.
 template <bool kShare>
 struct Walk : Cursor {
-  __device__ __forceinline__ Walk(const StreamLaunch& q, int HV, int first) {
+  __device__ __forceinline__ Walk(const StreamLaunch& q, int first) {
     if constexpr (kShare) {
-      const int H = HV / q.heads_per_key;
+      const int H = q.groups / q.heads_per_key;
       item = first;
       split = 0;
       hv = first % H * q.heads_per_key;
       n = first / H;
     } else {
-      static_cast<Cursor&>(*this) = Cursor(q, HV, first);
+      static_cast<Cursor&>(*this) = Cursor(q, first);
     }
   }
   Walk() = default;
-  __device__ __forceinline__ void next(const StreamLaunch& q, int HV, bool leaps) {
+  __device__ __forceinline__ void next(const StreamLaunch& q, bool leaps) {
     if constexpr (kShare) {
       ++hv;
       if (++split < q.heads_per_key) return;
@@ -46,11 +46,11 @@ struct Walk : Cursor {
       split = 0;
       item += gridDim.x;
       n += q.step_row;
-      if (hv >= HV) hv -= HV, ++n;
+      if (hv >= q.groups) hv -= q.groups, ++n;
     } else if (leaps) {
-      leap(q, HV);
+      leap(q);
     } else {
-      advance(q, HV);
+      advance(q);
     }
   }
   __device__ __forceinline__ int part() const { return kShare ? 0 : split; }
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
         StateFragments<Tile>::prefetch(stage, p.state, slot * p.state_stride_slot + c.hv * p.state_stride_head + (c.part() * q.slabs + slab) * 16 * K, lane);
       copy_commit();
     };
-    W here(q, p.HV, blockIdx.x);
-    for (int i = 0; i < warp / q.slabs; ++i) here.next(q, p.HV, false);
+    W here(q, blockIdx.x);
+    for (int i = 0; i < warp / q.slabs; ++i) here.next(q, false);
     int4* parked = reinterpret_cast<int4*>(shared + 128) + warp * 2;  // here, ahead: the next whose state is to be asked for
     W ahead = here;
     int next_slot = checked_slot(p, raw_slot_of(p, q, ahead));
     prefetch(ahead, next_slot);
-    ahead.next(q, p.HV, true);
+    ahead.next(q, true);
     RawSlot raw_slot = raw_slot_of(p, q, ahead);
     ahead.park(parked + 1);
     int k = warp / q.slabs, key = k;  // which of the block's items, of its key heads
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
         W then;
         then.unpark(parked + 1);
         prefetch(then, next_slot);
-        then.next(q, p.HV, true);
+        then.next(q, true);
         raw_slot = raw_slot_of(p, q, then);
         then.park(parked + 1);
         mbarrier_wait(full + k % S::kBuffers, k / S::kBuffers & 1);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       here.unpark(parked);
       if (!sound) write_zeros(p, here.n, here.hv, (here.part() * q.slabs + slab) * 16, 16, lane, 32);
       mbarrier_arrive(empty + k % S::kBuffers);
-      here.next(q, p.HV, true);
+      here.next(q, true);
       if (Tile::kShare && here.split == 0) ++key;
     }
   } else {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
     auto sync = [&] { barrier_sync(1, S::kProducers * 32); };
     using Input = ProducerInput<Tile, S::kProducers>;
     uint4* raw_rows = reinterpret_cast<uint4*>(raws) + lane;  // rows of 32 words
-    W here(q, p.HV, blockIdx.x);
+    W here(q, blockIdx.x);
     Input in;
     in.load(p, q, here, gw, lane);
     Input::prefetch(p, q, here, gw, lane, raw_rows);
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       if (skip && counts && slot != -1) count_error(p.errors, slot < 0 ? kErrorStateIndex : kErrorParent);
       if (tid == 0) *s.skip = skip;
       const W now = here;
-      here.next(q, p.HV, false);
+      here.next(q, false);
       if (!skip) {
         if (gw == S::kProducers - 1) prepare_gates<Tile>(p, now.n, now.hv, now.part() == 0, s, lane, in.gates);
         if (stages) {
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       if (!skip) {
         prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kProducers, lane);
         sync();
-        prepare_inverse<Tile>(s, gw, S::kProducers, lane);
+        prepare_inverse<Tile>(s, p.T, gw, S::kProducers, lane);
       }
       mbarrier_arrive(full + buffer);
     }
@@ -220,7 +220,7 @@ int launch_verify_long(const VerifyParams& p, int multiprocessors, int shared_li
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
   int blocks = 0;
-  if (!plan_stream(p, multiprocessors, q, blocks)) return cudaErrorInvalidConfiguration;
+  if (!plan_stream(p, multiprocessors, 1, q, blocks)) return cudaErrorInvalidConfiguration;
   if (Tile::kShare) {
     // Whole key heads, where there are enough of them.
     q.items = p.N * p.H;
@@ -229,7 +229,7 @@ int launch_verify_long(const VerifyParams& p, int multiprocessors, int shared_li
     q.step_head = blocks % p.H * q.heads_per_key;
     q.step_row = blocks / p.H;
   }
-  plan_leap(p, S::kConsumers, blocks, q);
+  plan_leap(S::kConsumers, blocks, q);
   verify_long_kernel<Tile><<<blocks, S::kThreads, S::kBytes, stream>>>(p, q);
   return cudaGetLastError();
 }

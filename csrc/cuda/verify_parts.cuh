@@ -23,6 +23,9 @@ struct VerifyTile {
   static constexpr bool kTiles = Mode_ & kModeTiles;  // the last tile of eight is skipped where it is empty
   static constexpr bool kShare = Mode_ & kModeShare;  // rows are staged once for all value heads of a key head
   static constexpr bool kLean = Mode_ & kModeLean;    // fewer registers
+  static constexpr bool kFixed = (Mode_ & (kModeTf32 | kModeFixed)) || (kLean && NT_ <= 8);  // Prep's layout has no run-time sizes
+  static constexpr bool kMany = Mode_ & kModeMany;
+  static constexpr int kHeads = Mode_ & kModePair ? 2 : 1;  // value heads of a key head that are prepared together
   static constexpr int K = K_, NT = NT_;
   static constexpr bool kHalfState = HalfState_, kConv = Conv_;
   static constexpr int kChunk = K < 128 ? K : 128;        // state columns held in registers: 64 words a lane at 128
@@ -237,43 +240,43 @@ struct Prep {
   int* skip;          // nonzero: the row is skipped
 
   // Nodes that the layout has room for. Fixed: every address is the base and a constant.
-  static constexpr bool kFixed = Tile::kTf32 || (Tile::kLean && Tile::NT <= 8);
+  static constexpr bool kFixed = Tile::kFixed;
   __host__ __device__ static constexpr int span_of(int T) { return kFixed ? 8 * Tile::NT : nodes(T); }
   __device__ __forceinline__ int span() const { return kFixed ? 8 * Tile::NT : Tpad; }
   __host__ __device__ static constexpr int nodes(int T) { return (T + Tile::kBlockNodes - 1) / Tile::kBlockNodes * Tile::kBlockNodes; }
-  __host__ __device__ static constexpr int bytes(int T) {
-    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
-    return 2 * span * Tile::K * 2 + blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 +
-           span * 4 * (8 + Tile::kWords) + 16;
-  }
-  __device__ __forceinline__ Prep(unsigned char* base, int T) {
-    Tpad = Tile::kTf32 ? 8 * Tile::NT : nodes(T);  // tf32: no instance has more than one padded length
-    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
-    kq = reinterpret_cast<uint4*>(base);
-    place(base + 2 * span * Tile::K * 2, span, blocks);
-  }
-  // The rows and their norms apart from what belongs to one value head.
+  // Rows and their norms; what belongs to one value head (diag to G); all of those and what the heads share (parent to skip).
   __host__ __device__ static constexpr int row_bytes(int T) { return 2 * span_of(T) * (Tile::K * 2 + 4); }
-  __host__ __device__ static constexpr int rest_bytes(int T) { return bytes(T) - 2 * span_of(T) * Tile::K * 2; }
-  __device__ __forceinline__ Prep(unsigned char* rows, unsigned char* rest, int T) {
-    Tpad = nodes(T);
-    const int span = span_of(T);
+  __host__ __device__ static constexpr int head_bytes(int T) {
+    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
+    return blocks * Tile::kDiagFloats * 4 + blocks * (blocks - 1) / 2 * 2048 + span * 16;
+  }
+  __host__ __device__ static constexpr int rest_bytes(int T) { return Tile::kHeads * head_bytes(T) + span_of(T) * 4 * (2 + Tile::kWords) + 16; }
+  __host__ __device__ static constexpr int bytes(int T) { return row_bytes(T) + rest_bytes(T); }
+  __device__ __forceinline__ Prep(unsigned char* base, int T, int head = 0) : Prep(base, base + row_bytes(T), T, head) {}
+  __device__ __forceinline__ Prep(unsigned char* rows, unsigned char* rest, int T, int head = 0) {
+    // No instance for 8 or 16 nodes has more than one padded length.
+    Tpad = Tile::kTf32 || (kFixed && Tile::NT <= 2) ? 8 * Tile::NT : nodes(T);
+    const int span = span_of(T), blocks = span / Tile::kBlockNodes;
     kq = reinterpret_cast<uint4*>(rows);
-    place(rest, span, span / Tile::kBlockNodes);
     rk = reinterpret_cast<float*>(rows + 2 * span * Tile::K * 2);
     rq = rk + span;
-  }
-  __device__ __forceinline__ void place(unsigned char* rest, int span, int blocks) {
-    diag = reinterpret_cast<float*>(rest);
+    diag = reinterpret_cast<float*>(rest + (Tile::kHeads > 1 ? head * head_bytes(T) : 0));
     hist = reinterpret_cast<uint4*>(diag + blocks * Tile::kDiagFloats);
     gate = reinterpret_cast<float2*>(hist + blocks * (blocks - 1) / 2 * 128);
     G = gate + span;
-    rk = reinterpret_cast<float*>(G + span);
-    rq = rk + span;
-    parent = reinterpret_cast<int*>(rq + span);
+    parent = reinterpret_cast<int*>(rest + Tile::kHeads * head_bytes(T));
     bits = reinterpret_cast<uint32_t*>(parent + span);
     jump = reinterpret_cast<int*>(bits + span * Tile::kWords);
     skip = jump + span;
+  }
+  // The same preparation as another of its value heads sees it.
+  __device__ __forceinline__ Prep of_head(int head, int T) const {
+    Prep s = *this;
+    if constexpr (Tile::kHeads > 1) {
+      const int o = head * head_bytes(T);
+      s.diag += o / 4, s.hist += o / 16, s.gate += o / 8, s.G += o / 8;
+    }
+    return s;
   }
 };
 
@@ -397,54 +400,64 @@ struct GateInput {
   }
 };
 
-// Gates, G in float64 and ancestor sets by pointer doubling. One warp; `parent` must be there.
+// Gates, G in float64 and ancestor sets by pointer doubling, of every value head from hv on that is prepared together. One
+// warp; `parent` must be there.
 template <class Tile>
 __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int hv, bool writes_g, const Prep<Tile>& s, int lane,
-                                              const GateInput<Tile>& in) {
-  constexpr int NT = Tile::NT, kPerLane = GateInput<Tile>::kPerLane;
+                                              const GateInput<Tile> (&in)[Tile::kHeads]) {
+  constexpr int NT = Tile::NT, kPerLane = GateInput<Tile>::kPerLane, kHeads = Tile::kHeads;
   const int T = p.T;
-  double G[kPerLane];
-  float beta[kPerLane];
+  double G[kHeads][kPerLane];
+  float beta[kHeads][kPerLane];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int t = lane + 32 * i;
-    float own = 0.f;
-    beta[i] = 0.f;
-    if (t < T) {
-      own = log_decay(raw_float(in.A, p.A_log_dtype), raw_float(in.a[i], p.act_dtype) + raw_float(in.dt, p.dt_bias_dtype));
-      beta[i] = sigmoid(raw_float(in.b[i], p.act_dtype));
-      if (writes_g) p.stash.g[n * p.stash.g_stride_row + hv * p.stash.g_stride_head + t] = own;
+  for (int r = 0; r < kHeads; ++r) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int t = lane + 32 * i;
+      float own = 0.f;
+      beta[r][i] = 0.f;
+      if (t < T) {
+        own = log_decay(raw_float(in[r].A, p.A_log_dtype), raw_float(in[r].a[i], p.act_dtype) + raw_float(in[r].dt, p.dt_bias_dtype));
+        beta[r][i] = sigmoid(raw_float(in[r].b[i], p.act_dtype));
+        if (writes_g) p.stash.g[n * p.stash.g_stride_row + (hv + r) * p.stash.g_stride_head + t] = own;
+      }
+      G[r][i] = own;
     }
-    G[i] = own;
   }
   if constexpr (NT <= 4) {
     int up = lane < T ? s.parent[lane] : -1;
     uint32_t set = lane < T ? 1u << lane : 0u;
     for (int reach = 1; reach < T; reach *= 2) {
-      const double G_up = __shfl_sync(0xffffffffu, G[0], up & 31);
+      double G_up[kHeads];
+#pragma unroll
+      for (int r = 0; r < kHeads; ++r) G_up[r] = __shfl_sync(0xffffffffu, G[r][0], up & 31);
       const uint32_t set_up = __shfl_sync(0xffffffffu, set, up & 31);
       const int up_up = __shfl_sync(0xffffffffu, up, up & 31);
       if (up >= 0) {
-        G[0] += G_up;
+#pragma unroll
+        for (int r = 0; r < kHeads; ++r) G[r][0] += G_up[r];
         set |= set_up;
         up = up_up;
       }
     }
     if (lane < s.Tpad) s.bits[lane] = set;
   } else {
-    double* Gd = reinterpret_cast<double*>(s.diag);  // free until the coefficients are written
+    double* Gd[kHeads];  // free until the coefficients are written
+#pragma unroll
+    for (int r = 0; r < kHeads; ++r) Gd[r] = reinterpret_cast<double*>(s.of_head(r, T).diag);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int t = lane + 32 * i;
       if (t < s.Tpad) {
-        Gd[t] = G[i];
+#pragma unroll
+        for (int r = 0; r < kHeads; ++r) Gd[r][t] = G[r][i];
         s.jump[t] = s.parent[t];
         for (int w = 0; w < Tile::kWords; ++w) s.bits[t * Tile::kWords + w] = t < T && w == i ? 1u << lane : 0u;
       }
     }
     __syncwarp();
     for (int reach = 1; reach < T; reach *= 2) {
-      double Gn[kPerLane];
+      double Gn[kHeads][kPerLane];
       int jn[kPerLane];
       uint32_t bn[kPerLane][Tile::kWords];
 #pragma unroll
@@ -452,11 +465,13 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
         const int t = lane + 32 * i;
         const int up = t < T ? s.jump[t] : -1;
         jn[i] = -1;
-        Gn[i] = 0.0;
+#pragma unroll
+        for (int r = 0; r < kHeads; ++r) Gn[r][i] = 0.0;
 #pragma unroll
         for (int w = 0; w < Tile::kWords; ++w) bn[i][w] = 0u;
         if (up >= 0) {
-          Gn[i] = Gd[up];
+#pragma unroll
+          for (int r = 0; r < kHeads; ++r) Gn[r][i] = Gd[r][up];
           jn[i] = s.jump[up];
 #pragma unroll
           for (int w = 0; w < Tile::kWords; ++w) bn[i][w] = s.bits[up * Tile::kWords + w];
@@ -467,8 +482,11 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
       for (int i = 0; i < kPerLane; ++i) {
         const int t = lane + 32 * i;
         if (t < T) {
-          G[i] += Gn[i];
-          Gd[t] = G[i];
+#pragma unroll
+          for (int r = 0; r < kHeads; ++r) {
+            G[r][i] += Gn[r][i];
+            Gd[r][t] = G[r][i];
+          }
           s.jump[t] = jn[i];
 #pragma unroll
           for (int w = 0; w < Tile::kWords; ++w) s.bits[t * Tile::kWords + w] |= bn[i][w];
@@ -478,13 +496,17 @@ __device__ __forceinline__ void prepare_gates(const VerifyParams& p, int n, int 
     }
   }
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int t = lane + 32 * i;
-    if (t < s.Tpad) {
-      const float hi = static_cast<float>(G[i]), lo = static_cast<float>(G[i] - static_cast<double>(hi));
-      const float e = expf(hi);
-      s.G[t] = make_float2(hi, lo);
-      s.gate[t] = make_float2(beta[i], t < T ? fmaf(e, lo, e) : 0.f);
+  for (int r = 0; r < kHeads; ++r) {
+    const Prep<Tile> sr = s.of_head(r, T);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int t = lane + 32 * i;
+      if (t < s.Tpad) {
+        const float hi = static_cast<float>(G[r][i]), lo = static_cast<float>(G[r][i] - static_cast<double>(hi));
+        const float e = expf(hi);
+        sr.G[t] = make_float2(hi, lo);
+        sr.gate[t] = make_float2(beta[r][i], t < T ? fmaf(e, lo, e) : 0.f);
+      }
     }
   }
 }
@@ -752,49 +774,67 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T,
         products(std::false_type{});
       }
       const int j0 = jn * 8 + q4 * 2;
-      const float4 Gj = *reinterpret_cast<const float4*>(s.G + j0);
       const float2 rj = *reinterpret_cast<const float2*>(s.rk + j0);
-      float M[2 * kBlockTiles], P[2 * kBlockTiles];  // entries (t = g, j0), (g, j0+1), (g+8, j0), (g+8, j0+1)
+      float pk[2 * kBlockTiles], pq[2 * kBlockTiles];  // k.k and k.q with both norms, 0 for what is no ancestor; entries (t = g, j0), (g, j0+1), (g+8, j0), (g+8, j0+1)
+      bool ancestor[2 * kBlockTiles];
 #pragma unroll
       for (int r = 0; r < kBlockTiles; ++r) {
         const int t = b * kBlockNodes + g + r * 8;
-        const float2 Gt = s.G[t];
-        const float bk = s.gate[t].x * s.rk[t], rq = s.rq[t];
+        const float rk = s.rk[t], rq = s.rq[t];
         const uint32_t set = s.bits[t * Tile::kWords + (Tile::kWords == 1 ? 0 : j0 >> 5)] >> (j0 & 31);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const bool ancestor = set >> e & 1u;
-          const float d = (Gt.x - (e ? Gj.z : Gj.x)) + (Gt.y - (e ? Gj.w : Gj.y));
-          const float decay = ancestor ? exp_decay(d) * (e ? rj.y : rj.x) : 0.f;
           const int c = 2 * r + e;
-          M[c] = j0 + e < t ? decay * bk * (ck[c] + ck1[c]) : 0.f;
-          P[c] = decay * rq * (cq[c] + cq1[c]);
+          ancestor[c] = set >> e & 1u;
+          const float rje = e ? rj.y : rj.x;
+          pk[c] = j0 + e < t ? rk * rje * (ck[c] + ck1[c]) : 0.f;
+          pq[c] = rq * rje * (cq[c] + cq1[c]);
         }
       }
-      if constexpr (kBlockTiles == 1) {
-        float* d = s.diag + b * Tile::kDiagFloats + q4 * 2 * 16 + (g >> 1) * 4 + (g & 1);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          d[c * 16] = M[c];
-          d[c * 16 + 2] = P[c];
-        }
-      } else {
-        const bool diagonal = jn >= 2 * b;
-        uint32_t* to = diagonal ? reinterpret_cast<uint32_t*>(s.diag + b * 512 + 256) - 256 + (g * 4 + q4) * 4 + (jn & 1)
-                                : reinterpret_cast<uint32_t*>(s.hist + (b * (b - 1) / 2 + (jn >> 1)) * 128) + (g * 4 + q4) * 4 + (jn & 1);
+      for (int head = 0; head < Tile::kHeads; ++head) {
+        const Prep<Tile> sh = s.of_head(head, T);
+        const float4 Gj = *reinterpret_cast<const float4*>(sh.G + j0);
+        float M[2 * kBlockTiles], P[2 * kBlockTiles];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint32_t hi, lo;
-          if (diagonal) {
-            *reinterpret_cast<float2*>(s.diag + b * 512 + (g + 8 * r) * 16 + (jn & 1) * 8 + q4 * 2) = make_float2(M[2 * r], M[2 * r + 1]);
-          } else {
-            split(M[2 * r] * kCoefficientScale, M[2 * r + 1] * kCoefficientScale, hi, lo);
-            to[r * 128] = hi;
-            to[r * 128 + 2] = lo;
+        for (int r = 0; r < kBlockTiles; ++r) {
+          const int t = b * kBlockNodes + g + r * 8;
+          const float2 Gt = sh.G[t];
+          const float beta = sh.gate[t].x;
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int c = 2 * r + e;
+            const float d = (Gt.x - (e ? Gj.z : Gj.x)) + (Gt.y - (e ? Gj.w : Gj.y));
+            const float decay = ancestor[c] ? exp_decay(d) : 0.f;
+            M[c] = decay * beta * pk[c];
+            P[c] = decay * pq[c];
           }
-          split(P[2 * r] * kCoefficientScale, P[2 * r + 1] * kCoefficientScale, hi, lo);
-          to[r * 128 + 256] = hi;
-          to[r * 128 + 258] = lo;
+        }
+        if constexpr (kBlockTiles == 1) {
+          float* d = sh.diag + b * Tile::kDiagFloats + q4 * 2 * 16 + (g >> 1) * 4 + (g & 1);
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            d[c * 16] = M[c];
+            d[c * 16 + 2] = P[c];
+          }
+        } else {
+          const bool diagonal = jn >= 2 * b;
+          uint32_t* to = diagonal ? reinterpret_cast<uint32_t*>(sh.diag + b * 512 + 256) - 256 + (g * 4 + q4) * 4 + (jn & 1)
+                                  : reinterpret_cast<uint32_t*>(sh.hist + (b * (b - 1) / 2 + (jn >> 1)) * 128) + (g * 4 + q4) * 4 + (jn & 1);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            uint32_t hi, lo;
+            if (diagonal) {
+              *reinterpret_cast<float2*>(sh.diag + b * 512 + (g + 8 * r) * 16 + (jn & 1) * 8 + q4 * 2) = make_float2(M[2 * r], M[2 * r + 1]);
+            } else {
+              split(M[2 * r] * kCoefficientScale, M[2 * r + 1] * kCoefficientScale, hi, lo);
+              to[r * 128] = hi;
+              to[r * 128 + 2] = lo;
+            }
+            split(P[2 * r] * kCoefficientScale, P[2 * r + 1] * kCoefficientScale, hi, lo);
+            to[r * 128 + 256] = hi;
+            to[r * 128 + 258] = lo;
+          }
         }
       }
     }
@@ -805,11 +845,14 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T,
 // truncating adds lose is lost from a correction and not from u itself. Entries stay at most 1 in size: they are products of
 // contractions I - beta k k^T seen through two unit vectors. Lane c has column c.
 template <class Tile>
-__device__ __forceinline__ void prepare_inverse(const Prep<Tile>& s, int warp, int warps, int lane) {
+__device__ __forceinline__ void prepare_inverse(const Prep<Tile>& s, int T, int warp, int warps, int lane) {
   if constexpr (Tile::kBlockTiles == 2) {
-    const int c = lane & 15;
-    for (int b = warp; b < s.Tpad / 16; b += warps) {
-      float* M = s.diag + b * 512;
+    // A half warp a block (of a value head); the last one is done twice where their number is odd.
+    const int c = lane & 15, blocks = s.Tpad / 16, tasks = blocks * Tile::kHeads;
+    for (int first = 2 * warp; first < tasks; first += 2 * warps) {
+      const bool alone = first + 1 >= tasks;
+      const int task = first + (alone ? 0 : lane >> 4), head = Tile::kHeads > 1 && task >= blocks;
+      float* M = s.of_head(head, T).diag + (task - (head ? blocks : 0)) * 512;
       float x[16];
 #pragma unroll
       for (int t = 0; t < 16; ++t) {
@@ -835,11 +878,12 @@ __device__ __forceinline__ void prepare_inverse(const Prep<Tile>& s, int warp, i
         const float e0 = (c & 1) ? other : x[t], e1 = (c & 1) ? x[t + 1] : other;
         uint32_t hi, lo;
         split(e0 * kCoefficientScale, e1 * kCoefficientScale, hi, lo);
-        if (lane < 16) {
+        if (!alone || lane < 16) {
           to[(t + (c & 1)) * 16] = hi;
           to[(t + (c & 1)) * 16 + 2] = lo;
         }
       }
+      __syncwarp();
     }
   }
 }

@@ -10,24 +10,25 @@ namespace cuda {
 
 template <class Tile>
 struct Stream {
-  static constexpr int NT = Tile::NT;
-  // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168, which is what
-  // the convolution of v and the history of u of longer drafts need.
-  static constexpr int kConsumers = 8;
-  static constexpr int kProducers = NT <= 2 && !Tile::kConv ? 8 : 4;
+  static constexpr int NT = Tile::NT, kHeads = Tile::kHeads;
+  // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168. Heads that are prepared
+  // together need half the producers, which leaves room for more consumers.
+  static constexpr bool kMany = Tile::kMany && NT <= 4;
+  static constexpr int kConsumers = kMany ? 12 : 8;
+  static constexpr int kProducers = !kMany && NT <= 2 && !Tile::kConv ? 8 : 4;
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
-  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 ? 3 : 2;
-  static constexpr int kStages = NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
-  static constexpr int kBarrierBytes = 128;             // 2 kBuffers mbarriers
+  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : 2;
+  static constexpr int kStages = !kMany && NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
+  static constexpr int kBarrierBytes = 128;                  // 2 kBuffers mbarriers
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
   // Raw k and q rows of a group's item, with three older columns of a convolution behind; raw v columns of a consumer.
-  __host__ __device__ static constexpr int raw_bytes(int T) { return (Prep<Tile>::nodes(T) + (Tile::kConv ? 3 : 0)) * 512; }
-  __host__ __device__ static constexpr int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::nodes(T) + 4) * 32 : 0; }
+  __host__ __device__ static constexpr int raw_bytes(int T) { return (Prep<Tile>::span_of(T) + (Tile::kConv ? 3 : 0)) * 512; }
+  __host__ __device__ static constexpr int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::span_of(T) + 4) * 32 : 0; }
   __host__ __device__ static constexpr int bytes(int T) {
     return kBarrierBytes + kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
   }
@@ -35,14 +36,15 @@ struct Stream {
 };
 
 struct StreamLaunch {
-  int items, splits, slabs;  // slabs of 16 channels an item; splits items a head
-  int heads_per_key;         // HV / H
+  int items, splits, slabs;  // slabs of 16 channels a head and item; splits items a group of heads
+  int heads_per_key;         // q.groups / H
+  int groups;                // q.groups / heads of an item: the radix of a cursor's `hv`
   int leap_item, leap_split, leap_head, leap_row;  // the same for consumers / slabs items at once
   int step_split, step_head, step_row;  // gridDim.x in mixed radix (N, HV, splits): no divisions on the way
 };
 
 struct Cursor {
-  int item, n, hv, split;
+  int item, n, hv, split;  // hv: group of value heads
   // To shared memory and back: a solve needs the registers. 16 bytes of the warp's own.
   __device__ __forceinline__ void park(int4* at) const {
     __syncwarp();
@@ -58,46 +60,48 @@ struct Cursor {
     item = x.x, n = x.y, hv = x.z, split = x.w;
   }
   // As many steps as the consumers take items at a time.
-  __device__ __forceinline__ void leap(const StreamLaunch& q, int HV) {
+  __device__ __forceinline__ void leap(const StreamLaunch& q) {
     item += q.leap_item;
     split += q.leap_split;
     hv += q.leap_head;
     n += q.leap_row;
     if (split >= q.splits) split -= q.splits, ++hv;
-    if (hv >= HV) hv -= HV, ++n;
+    if (hv >= q.groups) hv -= q.groups, ++n;
   }
   Cursor() = default;
-  __device__ __forceinline__ Cursor(const StreamLaunch& q, int HV, int first) {
+  __device__ __forceinline__ Cursor(const StreamLaunch& q, int first) {
     item = first;
     split = first % q.splits;
-    hv = first / q.splits % HV;
-    n = first / q.splits / HV;
+    hv = first / q.splits % q.groups;
+    n = first / q.splits / q.groups;
   }
-  __device__ __forceinline__ void advance(const StreamLaunch& q, int HV) {
+  __device__ __forceinline__ void advance(const StreamLaunch& q) {
     item += gridDim.x;
     split += q.step_split;
     hv += q.step_head;
     n += q.step_row;
     if (split >= q.splits) split -= q.splits, ++hv;
-    if (hv >= HV) hv -= HV, ++n;
+    if (hv >= q.groups) hv -= q.groups, ++n;
   }
 };
 
 // What a consumer warp takes at a time: 16 channels of an item. Units go round the consumers.
-template <int kConsumers>
+template <int kConsumers, int kHeads>
 struct Unit {
   Cursor c;
-  int k, slab;  // k: which of the block's items
-  __device__ __forceinline__ Unit(const StreamLaunch& q, int HV, int warp) : c(q, HV, blockIdx.x), k(0), slab(warp) { settle(q, HV); }
-  __device__ __forceinline__ void advance(const StreamLaunch& q, int HV) {
+  int k, slab;  // k: which of the block's items; slabs of the item's heads one after the other
+  __device__ __forceinline__ Unit(const StreamLaunch& q, int warp) : c(q, blockIdx.x), k(0), slab(warp) { settle(q); }
+  __device__ __forceinline__ void advance(const StreamLaunch& q) {
     slab += kConsumers;
-    settle(q, HV);
+    settle(q);
   }
-  __device__ __forceinline__ void settle(const StreamLaunch& q, int HV) {
-    while (slab >= q.slabs) {
-      slab -= q.slabs;
+  __device__ __forceinline__ int head(const StreamLaunch& q) const { return kHeads > 1 && slab >= q.slabs ? 1 : 0; }
+  __device__ __forceinline__ int row0(const StreamLaunch& q) const { return (c.split * q.slabs + slab - head(q) * q.slabs) * 16; }
+  __device__ __forceinline__ void settle(const StreamLaunch& q) {
+    while (slab >= q.slabs * kHeads) {
+      slab -= q.slabs * kHeads;
       ++k;
-      c.advance(q, HV);
+      c.advance(q);
     }
   }
 };
@@ -130,13 +134,13 @@ template <class Tile, int kGroup = Stream<Tile>::kGroup>
 struct ProducerInput {
   RawSlot raw_slot;
   int parent;
-  GateInput<Tile> gates;
+  GateInput<Tile> gates[Tile::kHeads];
   uint4 weight[Tile::kConv ? 4 : 1], bias, old[Tile::kConv ? 3 : 1];
 
   __device__ __forceinline__ void load(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane) {
     if (c.item >= q.items) return;
     constexpr int K = Tile::K;
-    const int h = c.hv / q.heads_per_key, kind = lane >> 4, i = lane & 15;
+    const int h = c.hv * Tile::kHeads / q.heads_per_key, kind = lane >> 4, i = lane & 15;
     raw_slot = raw_slot_of(p, q, c);
     const int t = gw * 32 + lane;
     parent = t < p.T ? (p.parents != nullptr ? p.parents[c.n * p.parents_stride_row + t] : t - 1) : -1;
@@ -162,14 +166,17 @@ struct ProducerInput {
         }
       }
     }
-    if (gw == kGroup - 1) gates.load(p, c.n, c.hv, lane);
+    if (gw == kGroup - 1) {
+#pragma unroll
+      for (int r = 0; r < Tile::kHeads; ++r) gates[r].load(p, c.n, c.hv * Tile::kHeads + r, lane);
+    }
   }
   // The raw rows travel to shared memory; the group must be done with the rows before them. Lanes 0-15: eight channels of
   // k each, lanes 16-31: of q.
   __device__ __forceinline__ static void prefetch(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane, uint4* rows) {
     if (c.item >= q.items) return;
     constexpr int K = Tile::K;
-    const int h = c.hv / q.heads_per_key, i = lane & 15;
+    const int h = c.hv * Tile::kHeads / q.heads_per_key, i = lane & 15;
     const bool is_k = lane < 16;
     const uint16_t* from;
     int64_t stride;
@@ -205,7 +212,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kBuffers; ++i) {
       mbarrier_init(full + i, S::kGroup * 32);
-      mbarrier_init(empty + i, q.slabs * 32);
+      mbarrier_init(empty + i, q.slabs * S::kHeads * 32);
     }
   }
   __syncthreads();
@@ -213,35 +220,36 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 
   if (warp < S::kConsumers) {
     unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
-    using U = Unit<S::kConsumers>;
+    using U = Unit<S::kConsumers, S::kHeads>;
+    auto head_of = [&](const U& u) { return u.c.hv * S::kHeads + u.head(q); };
     auto prefetch = [&](const U& u, int slot, int stage) {
       if (slot >= 0)
         StateFragments<Tile>::prefetch(stages + stage * StateFragments<Tile>::kBytes, p.state,
-                                       slot * p.state_stride_slot + u.c.hv * p.state_stride_head + (u.c.split * q.slabs + u.slab) * 16 * K, lane);
+                                       slot * p.state_stride_slot + head_of(u) * p.state_stride_head + u.row0(q) * K, lane);
       copy_commit();
     };
-    U here(q, p.HV, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
+    U here(q, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
     int slots[S::kStages];                // of this unit and of those on their way
 #pragma unroll
     for (int i = 0; i < S::kStages; ++i) {
       slots[i] = checked_slot(p, raw_slot_of(p, q, ahead.c));
       prefetch(ahead, slots[i], i);
-      ahead.advance(q, p.HV);
+      ahead.advance(q);
     }
     RawSlot raw_slot = raw_slot_of(p, q, ahead.c);
     // v of the first block of nodes, one unit ahead of its use, where registers allow (with two stages `ahead` is too far for that).
     constexpr bool kEarlyV = !Tile::kConv && S::kStages == 1 && Tile::NT == 1;
     uint32_t v_next[2 * Tile::kBlockTiles] = {};
     auto load_v = [&](const U& u) {
-      if (u.c.item < q.items) load_values<Tile>(p, u.c.n, u.c.hv, (u.c.split * q.slabs + u.slab) * 16, lane, 0, v_next);
+      if (u.c.item < q.items) load_values<Tile>(p, u.c.n, head_of(u), u.row0(q), lane, 0, v_next);
     };
     if constexpr (kEarlyV) load_v(here);
 
     for (int turn = 0; here.c.item < q.items; ++turn) {
       const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
-      const int row0 = (here.c.split * q.slabs + here.slab) * 16;
+      const int row0 = here.row0(q), hv = head_of(here);
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
-      const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
+      const Prep<Tile> s(preps + buffer * prep_bytes, p.T, here.head(q));
       if constexpr (!Tile::kConv && !kEarlyV) load_v(here);
       uint32_t v[2 * Tile::kBlockTiles];
 #pragma unroll
@@ -253,7 +261,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         slots[S::kStages - 1] = next_slot;
         prefetch(ahead, next_slot, stage);
         if constexpr (kEarlyV) load_v(ahead);
-        ahead.advance(q, p.HV);
+        ahead.advance(q);
         raw_slot = raw_slot_of(p, q, ahead.c);
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
@@ -263,14 +271,14 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (slot >= 0) {
         StateFragments<Tile> state;
         state.fetch(stages + stage * StateFragments<Tile>::kBytes, lane);
-        sound = solve_rows<Tile, true>(p, here.c.n, here.c.hv, slot, row0, lane, s, state, 0, v, ready,
+        sound = solve_rows<Tile, true>(p, here.c.n, hv, slot, row0, lane, s, state, 0, v, ready,
                                        raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
       } else {
         ready();
       }
-      if (!sound) write_zeros(p, here.c.n, here.c.hv, row0, 16, lane, 32);
+      if (!sound) write_zeros(p, here.c.n, hv, row0, 16, lane, 32);
       mbarrier_arrive(empty + buffer);
-      here.advance(q, p.HV);
+      here.advance(q);
     }
   } else {
     const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
@@ -283,16 +291,16 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       }
     };
     uint4* raw_rows = reinterpret_cast<uint4*>(raws + group * S::raw_bytes(p.T)) + lane;  // rows of 32 words
-    Cursor here(q, p.HV, blockIdx.x);
-    for (int i = 0; i < group; ++i) here.advance(q, p.HV);
+    Cursor here(q, blockIdx.x);
+    for (int i = 0; i < group; ++i) here.advance(q);
     ProducerInput<Tile> in;
     in.load(p, q, here, gw, lane);
     ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
     for (int k = group; here.item < q.items; k += S::kGroups) {
       const int buffer = k % S::kBuffers, use = k / S::kBuffers;
-      const int h = here.hv / q.heads_per_key;
+      const int h = here.hv * S::kHeads / q.heads_per_key;
       const bool counts = gw == 0 && lane == 0 && here.hv == 0 && here.split == 0;
-      const bool writes_k = here.split == 0 && here.hv == h * q.heads_per_key;
+      const bool writes_k = here.split == 0 && here.hv * S::kHeads == h * q.heads_per_key;
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
       if (use > 0) mbarrier_wait(empty + buffer, (use - 1) & 1);
       const int tid = gw * 32 + lane;
@@ -317,9 +325,9 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (tid == 0) *s.skip = skip;
       const Cursor now = here;
 #pragma unroll
-      for (int i = 0; i < S::kGroups; ++i) here.advance(q, p.HV);
+      for (int i = 0; i < S::kGroups; ++i) here.advance(q);
       if (!skip) {
-        if (gw == S::kGroup - 1) prepare_gates<Tile>(p, now.n, now.hv, now.split == 0, s, lane, in.gates);
+        if (gw == S::kGroup - 1) prepare_gates<Tile>(p, now.n, now.hv * S::kHeads, now.split == 0, s, lane, in.gates);
         const int kind = lane >> 4, i = lane & 15;
 #pragma unroll 1
         for (int t = gw; t < s.Tpad; t += S::kGroup) {
@@ -352,7 +360,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kGroup, lane);
         if constexpr (Tile::kBlockTiles == 2) {
           sync();
-          prepare_inverse<Tile>(s, gw, S::kGroup, lane);
+          prepare_inverse<Tile>(s, p.T, gw, S::kGroup, lane);
         }
       }
       mbarrier_arrive(full + buffer);
@@ -361,30 +369,40 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 }
 
 // Items and grid; false: too many items.
-inline bool plan_stream(const VerifyParams& p, int multiprocessors, StreamLaunch& q, int& blocks) {
+inline bool plan_stream(const VerifyParams& p, int multiprocessors, int heads_per_item, StreamLaunch& q, int& blocks) {
   // A small batch is cut across value channels until every multiprocessor has an item.
   constexpr int kSlabs = 128 / 16;
   q.slabs = kSlabs;
-  const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
-  while (q.slabs > 2 && heads * kSlabs / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
+  q.groups = p.HV / heads_per_item;
+  const int64_t groups = static_cast<int64_t>(p.N) * q.groups;
+  while (heads_per_item == 1 && q.slabs > 2 && groups * kSlabs / q.slabs * 2 <= multiprocessors) q.slabs /= 2;
   q.splits = kSlabs / q.slabs;
-  if (heads * q.splits > 0x3fffffff) return false;
-  q.items = static_cast<int>(heads * q.splits);
+  if (groups * q.splits > 0x3fffffff) return false;
+  q.items = static_cast<int>(groups * q.splits);
   blocks = q.items < multiprocessors ? q.items : multiprocessors;
   q.heads_per_key = p.HV / p.H;
   q.step_split = blocks % q.splits;
-  q.step_head = blocks / q.splits % p.HV;
-  q.step_row = blocks / q.splits / p.HV;
+  q.step_head = blocks / q.splits % q.groups;
+  q.step_row = blocks / q.splits / q.groups;
   return true;
 }
 
+// Two value heads of a key head are prepared together where that leaves no multiprocessor with more heads than the others
+// need anyway, give or take one in eight.
+inline bool pairs_pay(const VerifyParams& p, int multiprocessors) {
+  if (p.HV / p.H % 2 != 0) return false;
+  const int64_t heads = static_cast<int64_t>(p.N) * p.HV;
+  const int64_t alone = (heads + multiprocessors - 1) / multiprocessors, paired = (heads / 2 + multiprocessors - 1) / multiprocessors * 2;
+  return 8 * paired <= 9 * alone;
+}
+
 // For consumers that keep their slab of 16 channels and leap over the items in between.
-inline void plan_leap(const VerifyParams& p, int consumers, int blocks, StreamLaunch& q) {
+inline void plan_leap(int consumers, int blocks, StreamLaunch& q) {
   const int turns = consumers / q.slabs;
   q.leap_item = turns * blocks;
   q.leap_split = q.leap_item % q.splits;
-  q.leap_head = q.leap_item / q.splits % p.HV;
-  q.leap_row = q.leap_item / q.splits / p.HV;
+  q.leap_head = q.leap_item / q.splits % q.groups;
+  q.leap_row = q.leap_item / q.splits / q.groups;
 }
 
 template <class Tile>
@@ -397,9 +415,37 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
   int blocks = 0;
-  if (!plan_stream(p, multiprocessors, q, blocks)) return cudaErrorInvalidConfiguration;
+  if (!plan_stream(p, multiprocessors, Tile::kHeads, q, blocks)) return cudaErrorInvalidConfiguration;
   verify_stream_kernel<Tile><<<blocks, S::kThreads, bytes, stream>>>(p, q);
   return cudaGetLastError();
+}
+
+// Every way to run one draft length. `mode`: kModeAlone never pairs, kModeFew takes eight consumers.
+template <int NT, bool HalfState, bool Conv>
+int launch_verify_stream_nodes(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream) {
+  constexpr int kFixed = kModeFixed | (NT >= 4 ? kModeTiles : 0);
+  int r = cudaErrorNotSupported;
+  if constexpr (NT <= 4) {
+    if (!(mode & kModeAlone) && pairs_pay(p, multiprocessors)) {
+      if (mode & kModeFew) {
+        r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair>>(p, multiprocessors, shared_limit, stream);
+      } else {
+        r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair | kModeMany>>(p, multiprocessors, shared_limit, stream);
+      }
+    }
+  }
+  if (r != cudaErrorNotSupported) return r;
+  return launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed>>(p, multiprocessors, shared_limit, stream);
+}
+
+template <bool HalfState, bool Conv>
+int launch_verify_stream_any(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream) {
+  const int mode = variant();
+  if (p.T <= 8) return launch_verify_stream_nodes<1, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
+  if (p.T <= 16) return launch_verify_stream_nodes<2, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
+  if (p.T <= 32) return launch_verify_stream_nodes<4, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
+  if (p.T <= 64) return launch_verify_stream_nodes<8, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
+  return cudaErrorNotSupported;
 }
 
 }  // namespace cuda

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
                                        slot * p.state_stride_slot + c.hv * p.state_stride_head + (c.split * q.slabs + slab) * 16 * K, lane);
       copy_commit();
     };
-    Cursor here(q, p.HV, blockIdx.x);
-    for (int i = 0; i < warp / q.slabs; ++i) here.advance(q, p.HV);
+    Cursor here(q, blockIdx.x);
+    for (int i = 0; i < warp / q.slabs; ++i) here.advance(q);
     int4* parked = reinterpret_cast<int4*>(shared + 128) + warp * 2;  // here, ahead: the next whose state is to be asked for
     int slots[S::kStages];  // of this item and of those whose state is on its way
     RawSlot raw_slot;       // of the item ahead
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
       for (int i = 0; i < S::kStages; ++i) {
         slots[i] = checked_slot(p, raw_slot_of(p, q, ahead));
         prefetch(ahead, slots[i], i);
-        ahead.leap(q, p.HV);
+        ahead.leap(q);
       }
       raw_slot = raw_slot_of(p, q, ahead);
       ahead.park(parked + 1);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
         Cursor ahead;
         ahead.unpark(parked + 1);
         prefetch(ahead, next_slot, stage);
-        ahead.leap(q, p.HV);
+        ahead.leap(q);
         raw_slot = raw_slot_of(p, q, ahead);
         ahead.park(parked + 1);
         return sound;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
       here.unpark(parked);
       if (!sound) write_zeros(p, here.n, here.hv, (here.split * q.slabs + slab) * 16, 16, lane, 32);
       mbarrier_arrive(empty + k % S::kBuffers);
-      here.leap(q, p.HV);
+      here.leap(q);
     }
   } else {
     using Input = ProducerInput<Tile, S::kGroup>;
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
         copy_commit();
       }
     };
-    Cursor here(q, p.HV, blockIdx.x);
-    for (int j = 0; j < group; ++j) here.advance(q, p.HV);
+    Cursor here(q, blockIdx.x);
+    for (int j = 0; j < group; ++j) here.advance(q);
     Input in;
     in.load(p, q, here, gw, lane);
     fetch_rows(here, group);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
       if (tid == 0) *s.skip = skip;
       const Cursor now = here;
 #pragma unroll
-      for (int j = 0; j < S::kGroups; ++j) here.advance(q, p.HV);
+      for (int j = 0; j < S::kGroups; ++j) here.advance(q);
       if (!skip) {
         if (gw == S::kGroup - 1) prepare_gates<Tile>(p, now.n, now.hv, now.split == 0, s, lane, in.gates);
 #pragma unroll 1
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(Tf32Stream<Tile>::kThreads, 1)
         prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kGroup, lane);
         if constexpr (Tile::kBlockTiles == 2) {
           sync();
-          prepare_inverse<Tile>(s, gw, S::kGroup, lane);
+          prepare_inverse<Tile>(s, p.T, gw, S::kGroup, lane);
         }
       }
       mbarrier_arrive(full + buffer);
@@ -222,8 +222,8 @@ int launch_verify_tf32(const VerifyParams& p, int multiprocessors, int shared_li
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
   int blocks = 0;
-  if (!plan_stream(p, multiprocessors, q, blocks)) return cudaErrorInvalidConfiguration;
-  plan_leap(p, S::kConsumers, blocks, q);
+  if (!plan_stream(p, multiprocessors, 1, q, blocks)) return cudaErrorInvalidConfiguration;
+  plan_leap(S::kConsumers, blocks, q);
   verify_tf32_kernel<Tile><<<blocks, S::kThreads, S::kBytes, stream>>>(p, q);
   return cudaGetLastError();
 }

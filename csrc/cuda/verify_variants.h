@@ -14,6 +14,11 @@ enum Mode {
   kModeLean = 16,   // fixed layout, parked cursors: fewer spills
   kModeCommit = 32, // commit with blocks of half the size
   kModePacked = 64, // set by the launcher
+  kModePair = 128,  // the two value heads of a key head are prepared together
+  kModeFixed = 256,
+  kModeMany = 512,  // twelve consumers
+  kModeAlone = 1024,  // never pairs
+  kModeFew = 2048,  // eight consumers
 };
 
 inline int variant() {
