@@ -114,7 +114,7 @@ class Cuda:
             sys.exit(f"treewy: TREEWY_CUDA=1 asks for CUDA operators, but {self.reason}")
 
     def architectures(self):
-        """[(name, want SASS, want PTX)], e.g. [("90", True, False)]."""
+        """[(name, want PTX)], e.g. [("90a", False)]."""
         listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
         known = set(re.findall(r"compute_(\d+)", output_of(self.nvcc, "--list-gpu-arch")))
         archs = []
@@ -128,7 +128,10 @@ class Cuda:
                 if listed:
                     sys.exit(f"treewy: nvcc {self.version} does not know compute capability {item}; it knows {sorted(known, key=int)}")
                 continue
-            archs.append((number + found[3], bool(found[4])))
+            # Only "a" code may move registers between warpgroups (setmaxnreg). It runs on every 9.0 device and on no other, as
+            # plain 9.0 code does; PTX that later devices compile must stay plain.
+            suffix = found[3] or ("a" if number == "90" and not found[4] else "")
+            archs.append((number + suffix, bool(found[4])))
         return archs
 
     def flags(self):

@@ -94,7 +94,8 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
   uint32_t done;
   do {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+    // The hint, in nanoseconds, lets the warp sleep instead of asking again and again.
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2, 1000000; selp.u32 %0, 1, 0, p; }"
 #else
     asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
 #endif
@@ -110,6 +111,19 @@ __device__ __forceinline__ int barrier_or(int id, int threads, int x) {
       : "=r"(r) : "r"(id), "r"(threads), "r"(x) : "memory");
   return r;
 }
+
+// Registers of a warpgroup from here on; only where code is compiled for exactly this generation (compute_90a), nothing else.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int kCount>
+__device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
+template <int kCount>
+__device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
+#else
+template <int>
+__device__ __forceinline__ void take_registers() {}
+template <int>
+__device__ __forceinline__ void give_registers() {}
+#endif
 
 }  // namespace cuda
 }  // namespace treewy

@@ -92,14 +92,6 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
   const int limit = facts.shared_limit;
   const bool half = p.state_dtype != DType::kFloat32, conv = p.mixed_qkv != nullptr;
   int r = cudaErrorNotSupported;
-  if (p.K == 128 && p.T <= 32 && (cuda::variant() & cuda::kModeTf32)) {
-    const int count = facts.multiprocessors;
-    if (half) {
-      r = conv ? cuda::launch_verify_tf32_half_conv(p, count, limit, s) : cuda::launch_verify_tf32_half(p, count, limit, s);
-    } else {
-      r = conv ? cuda::launch_verify_tf32_f32_conv(p, count, limit, s) : cuda::launch_verify_tf32_f32(p, count, limit, s);
-    }
-  }
   const int mode = cuda::variant();
   if (p.K == 128 && p.T > 32 && p.T <= 64 && (mode & (cuda::kModeLean | cuda::kModeShare))) {
     const int count = facts.multiprocessors;

@@ -24,10 +24,6 @@ int launch_verify_block_k256(const VerifyParams& p, BlockShape shape, int shared
 int launch_verify_stream_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_stream_half(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_stream_f32_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_tf32_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_tf32_half(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_tf32_f32_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_tf32_half_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_long_f32(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_long_f32_conv(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
 int launch_verify_long_half(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);

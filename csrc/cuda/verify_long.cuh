@@ -16,7 +16,7 @@ struct LongStream {
   static constexpr int kBarrierBytes = 128 + kConsumers * 32;  // and a parking place a consumer
   static constexpr int kStateBytes = kConsumers * StateFragments<Tile>::kBytes;
   static constexpr int kSpan = 8 * Tile::NT;
-  static constexpr int kRawBytes = (kSpan + (Tile::kConv ? 3 : 0)) * 512;
+  static constexpr int kRawBytes = (kSpan + (Tile::kConv ? 8 : 0)) * 512;
   static constexpr int kRawValueBytes = Tile::kConv ? (kSpan + 4) * 32 : 0;
   static constexpr int kRowBytes = Prep<Tile>::row_bytes(kSpan), kRestBytes = Prep<Tile>::rest_bytes(kSpan);
   static constexpr int kBytes = kBarrierBytes + kStateBytes + kBuffers * (kRowBytes + kRestBytes) + kRawBytes + kConsumers * kRawValueBytes;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
     W here(q, blockIdx.x);
     Input in;
     in.load(p, q, here, gw, lane);
-    Input::prefetch(p, q, here, gw, lane, raw_rows);
+    Input::prefetch(p, q, here, gw, lane, raw_rows, Tile::kConv ? checked_slot(p, in.raw_slot) : 0);
     for (int k = 0, key = 0; here.item < q.items; ++k) {
       const int buffer = k % S::kBuffers, use = k / S::kBuffers;
       const int h = here.hv / q.heads_per_key;
@@ -155,10 +155,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       if (tid < s.Tpad) s.parent[tid] = in.parent;
       if (stages) copy_wait<0>();
       if constexpr (Tile::kConv) {
-        if (gw == 0 && stages) {
-#pragma unroll
-          for (int j = 0; j < 3; ++j) raw_rows[(s.Tpad + j) * 32] = in.old[j];
-        }
+        if (gw == 0 && stages) Input::place_old(p, q, here, checked_slot(p, in.raw_slot), lane, raw_rows);
       }
       bad = barrier_or(1, S::kProducers * 32, bad);
       const int slot = checked_slot(p, in.raw_slot);
@@ -170,6 +167,12 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       if (!skip) {
         if (gw == S::kProducers - 1) prepare_gates<Tile>(p, now.n, now.hv, now.part() == 0, s, lane, in.gates);
         if (stages) {
+          uint4 weight[Tile::kConv ? 4 : 1], bias = make_uint4(0u, 0u, 0u, 0u);
+          if constexpr (Tile::kConv) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) weight[j] = raw_rows[(s.span() + 3 + j) * 32];
+            if (p.conv_bias != nullptr) bias = raw_rows[(s.span() + 7) * 32];
+          }
 #pragma unroll 1
           for (int t = gw; t < s.Tpad; t += S::kProducers) {
             if (t >= p.T) {
@@ -187,9 +190,9 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
 #pragma unroll
               for (int j = 1; j < 4; ++j) {
                 node = node >= 0 ? s.parent[node] : node - 1;
-                taps[j] = raw_rows[(node >= 0 ? node : s.Tpad - 1 - node) * 32];
+                taps[j] = raw_rows[(node >= 0 ? node : s.span() - 1 - node) * 32];
               }
-              raw = convolve8(taps, in.weight, in.bias, act_bf16);
+              raw = convolve8(taps, weight, bias, act_bf16);
             }
             stage_row<Tile>(p, now.n, h, writes_k, s, kind, t, i, raw, act_bf16);
           }
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       in.load(p, q, here, gw, lane);
       sync();
       if (!Tile::kShare || here.split == 0) {
-        Input::prefetch(p, q, here, gw, lane, raw_rows);
+        Input::prefetch(p, q, here, gw, lane, raw_rows, Tile::kConv ? checked_slot(p, in.raw_slot) : 0);
         ++key;
       }
       if (!skip) {
@@ -219,6 +222,8 @@ int launch_verify_long(const VerifyParams& p, int multiprocessors, int shared_li
   cudaError_t e = allow_shared(verify_long_kernel<Tile>, S::kBytes, allowed);
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
+  q.vector_old = Tile::kConv && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
+                 reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
   int blocks = 0;
   if (!plan_stream(p, multiprocessors, 1, q, blocks)) return cudaErrorInvalidConfiguration;
   if (Tile::kShare) {

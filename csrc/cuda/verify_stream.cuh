@@ -8,6 +8,9 @@
 namespace treewy {
 namespace cuda {
 
+#ifndef TREEWY_CREGS
+#define TREEWY_CREGS 136
+#endif
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT, kHeads = Tile::kHeads;
@@ -17,17 +20,20 @@ struct Stream {
   static constexpr int kConsumers = kMany ? 12 : 8;
   static constexpr int kProducers = !kMany && NT <= 2 && !Tile::kConv ? 8 : 4;
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
+  // 16 warps: consumers take what producers give up.
+  static constexpr int kConsumerRegisters = TREEWY_CREGS, kProducerRegisters = 512 - 3 * kConsumerRegisters;
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
   static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : 2;
   static constexpr int kStages = !kMany && NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
-  static constexpr int kBarrierBytes = 128;                  // 2 kBuffers mbarriers
+  static constexpr int kBarrierBytes = 128 + (kMany ? kConsumers * 64 : 0);  // 2 kBuffers mbarriers; units parked
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
-  // Raw k and q rows of a group's item, with three older columns of a convolution behind; raw v columns of a consumer.
-  __host__ __device__ static constexpr int raw_bytes(int T) { return (Prep<Tile>::span_of(T) + (Tile::kConv ? 3 : 0)) * 512; }
+  // Raw k and q rows of a group's item, with the three older columns of a convolution, its weights and its bias behind; raw v
+  // columns of a consumer.
+  __host__ __device__ static constexpr int raw_bytes(int T) { return (Prep<Tile>::span_of(T) + (Tile::kConv ? 8 : 0)) * 512; }
   __host__ __device__ static constexpr int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::span_of(T) + 4) * 32 : 0; }
   __host__ __device__ static constexpr int bytes(int T) {
     return kBarrierBytes + kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
@@ -38,7 +44,8 @@ struct Stream {
 struct StreamLaunch {
   int items, splits, slabs;  // slabs of 16 channels a head and item; splits items a group of heads
   int heads_per_key;         // q.groups / H
-  int groups;                // q.groups / heads of an item: the radix of a cursor's `hv`
+  bool vector_old;           // the convolution state of eight channels is 48 bytes in a row
+  int groups;                // HV over the heads of an item: the radix of a cursor's hv
   int leap_item, leap_split, leap_head, leap_row;  // the same for consumers / slabs items at once
   int step_split, step_head, step_row;  // gridDim.x in mixed radix (N, HV, splits): no divisions on the way
 };
@@ -95,6 +102,22 @@ struct Unit {
     slab += kConsumers;
     settle(q);
   }
+  Unit() = default;
+  // To shared memory and back, 32 bytes of the warp's own: a solve needs the registers.
+  __device__ __forceinline__ void park(int4* at) const {
+    c.park(at);
+    if ((threadIdx.x & 31) == 0) {
+      int2 x;
+      x.x = k, x.y = slab;
+      *reinterpret_cast<int2*>(at + 1) = x;
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void unpark(const int4* at) {
+    c.unpark(at);
+    const int2 x = *reinterpret_cast<const int2*>(at + 1);
+    k = x.x, slab = x.y;
+  }
   __device__ __forceinline__ int head(const StreamLaunch& q) const { return kHeads > 1 && slab >= q.slabs ? 1 : 0; }
   __device__ __forceinline__ int row0(const StreamLaunch& q) const { return (c.split * q.slabs + slab - head(q) * q.slabs) * 16; }
   __device__ __forceinline__ void settle(const StreamLaunch& q) {
@@ -135,37 +158,12 @@ struct ProducerInput {
   RawSlot raw_slot;
   int parent;
   GateInput<Tile> gates[Tile::kHeads];
-  uint4 weight[Tile::kConv ? 4 : 1], bias, old[Tile::kConv ? 3 : 1];
 
   __device__ __forceinline__ void load(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane) {
     if (c.item >= q.items) return;
-    constexpr int K = Tile::K;
-    const int h = c.hv * Tile::kHeads / q.heads_per_key, kind = lane >> 4, i = lane & 15;
     raw_slot = raw_slot_of(p, q, c);
     const int t = gw * 32 + lane;
     parent = t < p.T ? (p.parents != nullptr ? p.parents[c.n * p.parents_stride_row + t] : t - 1) : -1;
-    if constexpr (Tile::kConv) {
-      const int channel = (kind == 0 ? p.H * K : 0) + h * K + i * 8;
-      const uint4* w = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_weight) + channel * 4);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) weight[j] = w[j];
-      bias = make_uint4(0u, 0u, 0u, 0u);
-      if (p.conv_bias != nullptr) bias = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.conv_bias) + channel);
-      const int slot = gw == 0 ? checked_slot(p, raw_slot) : -1;
-      if (slot >= 0) {
-        const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel;
-#pragma unroll
-        for (int j = 0; j < 3; ++j) {  // old[0]: the newest column
-          uint32_t y[4];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const uint16_t* x = at + 2 * e * p.conv_state_stride_channel + (2 - j) * p.conv_state_stride_column;
-            y[e] = x[0] | static_cast<uint32_t>(x[p.conv_state_stride_channel]) << 16;
-          }
-          old[j] = make_uint4(y[0], y[1], y[2], y[3]);
-        }
-      }
-    }
     if (gw == kGroup - 1) {
 #pragma unroll
       for (int r = 0; r < Tile::kHeads; ++r) gates[r].load(p, c.n, c.hv * Tile::kHeads + r, lane);
@@ -173,7 +171,7 @@ struct ProducerInput {
   }
   // The raw rows travel to shared memory; the group must be done with the rows before them. Lanes 0-15: eight channels of
   // k each, lanes 16-31: of q.
-  __device__ __forceinline__ static void prefetch(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane, uint4* rows) {
+  __device__ __forceinline__ static void prefetch(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int gw, int lane, uint4* rows, int slot) {
     if (c.item >= q.items) return;
     constexpr int K = Tile::K;
     const int h = c.hv * Tile::kHeads / q.heads_per_key, i = lane & 15;
@@ -191,7 +189,58 @@ struct ProducerInput {
     uint32_t to = shared_address(rows) + gw * 512;
     for (int t = gw; t < p.T; t += kGroup, from += kGroup * stride, to += kGroup * 512)
       copy_async<16>(to, from);
+    if constexpr (Tile::kConv) {
+      if (gw == 0) {
+        const int channel = (is_k ? p.H * K : 0) + h * K + i * 8;
+        const uint32_t behind = shared_address(rows) + Prep<Tile>::span_of(p.T) * 512;
+        if (q.vector_old && slot >= 0) {
+          const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * 3;
+#pragma unroll
+          for (int j = 0; j < 3; ++j) copy_async<16>(behind + j * 512, at + j * 8);
+        }
+        const uint16_t* w = static_cast<const uint16_t*>(p.conv_weight) + channel * 4;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) copy_async<16>(behind + (3 + j) * 512, w + j * 8);
+        if (p.conv_bias != nullptr) copy_async<16>(behind + 7 * 512, static_cast<const uint16_t*>(p.conv_bias) + channel);
+      }
+    }
     copy_commit();
+  }
+  // The older columns of this lane's eight channels, the newest first, to where the taps look for them. Raw rows must be there.
+  __device__ __forceinline__ static void place_old(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int slot, int lane, uint4* rows) {
+    uint4* behind = rows + Prep<Tile>::span_of(p.T) * 32;
+    const int h = c.hv * Tile::kHeads / q.heads_per_key;
+    if (slot < 0) return;
+    uint32_t column[3][4];
+    if (q.vector_old) {
+      // Halves 3 e + w: channel e, column w.
+      uint32_t x[12];
+#pragma unroll
+      for (int j = 0; j < 3; ++j) {
+        const uint4 y = behind[j * 32];
+        x[4 * j] = y.x, x[4 * j + 1] = y.y, x[4 * j + 2] = y.z, x[4 * j + 3] = y.w;
+      }
+#pragma unroll
+      for (int w = 0; w < 3; ++w)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int a = 6 * e + w, b = a + 3;
+          const uint32_t lo = (a & 1) ? x[a / 2] >> 16 : x[a / 2] & 0xffffu, hi = (b & 1) ? x[b / 2] & 0xffff0000u : x[b / 2] << 16;
+          column[2 - w][e] = lo | hi;
+        }
+    } else {
+      const int channel = (lane < 16 ? p.H * Tile::K : 0) + h * Tile::K + (lane & 15) * 8;
+      const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * p.conv_state_stride_channel;
+#pragma unroll
+      for (int j = 0; j < 3; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const uint16_t* x = at + 2 * e * p.conv_state_stride_channel + (2 - j) * p.conv_state_stride_column;
+          column[j][e] = x[0] | static_cast<uint32_t>(x[p.conv_state_stride_channel]) << 16;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 3; ++j) behind[j * 32] = make_uint4(column[j][0], column[j][1], column[j][2], column[j][3]);
   }
 };
 
@@ -219,6 +268,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
   if (warp < S::kConsumers) {
+    if constexpr (S::kMany) take_registers<S::kConsumerRegisters>();
     unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
     using U = Unit<S::kConsumers, S::kHeads>;
     auto head_of = [&](const U& u) { return u.c.hv * S::kHeads + u.head(q); };
@@ -228,6 +278,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
                                        slot * p.state_stride_slot + head_of(u) * p.state_stride_head + u.row0(q) * K, lane);
       copy_commit();
     };
+    int4* parked = reinterpret_cast<int4*>(shared + 128) + (S::kMany ? warp * 4 : 0);
     U here(q, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
     int slots[S::kStages];                // of this unit and of those on their way
 #pragma unroll
@@ -244,9 +295,11 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (u.c.item < q.items) load_values<Tile>(p, u.c.n, head_of(u), u.row0(q), lane, 0, v_next);
     };
     if constexpr (kEarlyV) load_v(here);
+    if constexpr (S::kMany) ahead.park(parked + 2);
 
     for (int turn = 0; here.c.item < q.items; ++turn) {
       const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
+      if constexpr (S::kMany) here.park(parked);
       const int row0 = here.row0(q), hv = head_of(here);
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T, here.head(q));
@@ -259,10 +312,12 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
         slots[S::kStages - 1] = next_slot;
+        if constexpr (S::kMany) ahead.unpark(parked + 2);
         prefetch(ahead, next_slot, stage);
         if constexpr (kEarlyV) load_v(ahead);
         ahead.advance(q);
         raw_slot = raw_slot_of(p, q, ahead.c);
+        if constexpr (S::kMany) ahead.park(parked + 2);
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
@@ -276,11 +331,13 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       } else {
         ready();
       }
-      if (!sound) write_zeros(p, here.c.n, hv, row0, 16, lane, 32);
-      mbarrier_arrive(empty + buffer);
+      if constexpr (S::kMany) here.unpark(parked);
+      if (!sound) write_zeros(p, here.c.n, head_of(here), here.row0(q), 16, lane, 32);
+      mbarrier_arrive(empty + here.k % S::kBuffers);
       here.advance(q);
     }
   } else {
+    if constexpr (S::kMany) give_registers<S::kProducerRegisters>();
     const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
     const int group_barrier = 1 + group;
     auto sync = [&] {
@@ -295,7 +352,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
     for (int i = 0; i < group; ++i) here.advance(q);
     ProducerInput<Tile> in;
     in.load(p, q, here, gw, lane);
-    ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
+    ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows, Tile::kConv ? checked_slot(p, in.raw_slot) : 0);
     for (int k = group; here.item < q.items; k += S::kGroups) {
       const int buffer = k % S::kBuffers, use = k / S::kBuffers;
       const int h = here.hv * S::kHeads / q.heads_per_key;
@@ -308,10 +365,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (tid < s.Tpad) s.parent[tid] = in.parent;
       copy_wait<0>();
       if constexpr (Tile::kConv) {
-        if (gw == 0) {
-#pragma unroll
-          for (int j = 0; j < 3; ++j) raw_rows[(s.Tpad + j) * 32] = in.old[j];
-        }
+        if (gw == 0) ProducerInput<Tile>::place_old(p, q, here, checked_slot(p, in.raw_slot), lane, raw_rows);
       }
       if constexpr (S::kGroup == 1) {
         __syncwarp();
@@ -329,6 +383,12 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (!skip) {
         if (gw == S::kGroup - 1) prepare_gates<Tile>(p, now.n, now.hv * S::kHeads, now.split == 0, s, lane, in.gates);
         const int kind = lane >> 4, i = lane & 15;
+        uint4 weight[Tile::kConv ? 4 : 1], bias = make_uint4(0u, 0u, 0u, 0u);
+        if constexpr (Tile::kConv) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) weight[j] = raw_rows[(s.span() + 3 + j) * 32];
+          if (p.conv_bias != nullptr) bias = raw_rows[(s.span() + 7) * 32];
+        }
 #pragma unroll 1
         for (int t = gw; t < s.Tpad; t += S::kGroup) {
           if (t >= p.T) {
@@ -346,16 +406,16 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 #pragma unroll
             for (int j = 1; j < 4; ++j) {
               node = node >= 0 ? s.parent[node] : node - 1;
-              taps[j] = raw_rows[(node >= 0 ? node : s.Tpad - 1 - node) * 32];
+              taps[j] = raw_rows[(node >= 0 ? node : s.span() - 1 - node) * 32];
             }
-            raw = convolve8(taps, in.weight, in.bias, act_bf16);
+            raw = convolve8(taps, weight, bias, act_bf16);
           }
           stage_row<Tile>(p, now.n, h, writes_k, s, kind, t, i, raw, act_bf16);
         }
       }
       in.load(p, q, here, gw, lane);
       sync();
-      ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows);
+      ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows, Tile::kConv ? checked_slot(p, in.raw_slot) : 0);
       if (!skip) {
         prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kGroup, lane);
         if constexpr (Tile::kBlockTiles == 2) {
@@ -414,6 +474,8 @@ int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_
   cudaError_t e = allow_shared(verify_stream_kernel<Tile>, shared_limit, allowed);
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
+  q.vector_old = Tile::kConv && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
+                 reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
   int blocks = 0;
   if (!plan_stream(p, multiprocessors, Tile::kHeads, q, blocks)) return cudaErrorInvalidConfiguration;
   verify_stream_kernel<Tile><<<blocks, S::kThreads, bytes, stream>>>(p, q);

@@ -39,14 +39,14 @@ def build(tmp_path, monkeypatch):
 def test_cuda_is_built_when_nvcc_is_found(build):
     cuda = build.Cuda()
     assert cuda.on and cuda.reason == f"nvcc 12.4 found at {build.nvcc}"
-    assert cuda.names() == ["sm_80", "sm_86", "sm_90"], "defaults that this nvcc does not know are left out"
+    assert cuda.names() == ["sm_80", "sm_86", "sm_90a"], "defaults that this nvcc does not know are left out"
     assert cuda.flags()[0] == "-gencode=arch=compute_80,code=[sm_80]"
 
 
 def test_architecture_list(build, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a;9.0+PTX")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a;9.0+PTX 9.0")
     cuda = build.Cuda()
-    assert cuda.names() == ["sm_80", "sm_90a", "sm_90+PTX"]
+    assert cuda.names() == ["sm_80", "sm_90a", "sm_90+PTX", "sm_90a"]
     assert cuda.flags()[2] == "-gencode=arch=compute_90,code=[sm_90,compute_90]"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "12.0")
     with pytest.raises(SystemExit, match=r"nvcc 12.4 does not know compute capability 12.0; it knows \['80', '86', '90'\]"):

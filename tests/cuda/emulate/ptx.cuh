@@ -75,6 +75,8 @@ inline void mbarrier_wait(uint64_t* bar, int parity) {
   auto b = reinterpret_cast<volatile EmulatedBarrier*>(bar);
   while ((b->phase & 1) == parity) emu::yield();
 }
+template <int> void take_registers() {}
+template <int> void give_registers() {}
 inline void barrier_sync(int id, int threads) { emu::barrier(id, threads); }
 inline int barrier_or(int id, int threads, int x) { return emu::barrier(id, threads, x != 0); }
 
