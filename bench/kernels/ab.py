@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python"))
 
 # What each case can tell apart: number of the variant -> what it changes (csrc/cuda/verify_variants.h).
-SHORT, LONG, COMMIT = (0, 2048, 1024, 1), (0, 20), (32,)
+SHORT, LONG, COMMIT = (0, 2048), (0, 20), (32,)
 PLAN = [  # shape, requests, draft, fused, variants of verify
     *[("35B", 64, d, fused, SHORT) for d in ("chain4", "chain8", "tree16", "tree17", "tree32") for fused in (False, True)],
     ("35B", 64, "tree24", False, SHORT),

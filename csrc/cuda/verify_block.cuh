@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kBlockMaxWarps * 32, 1) verify_block_kernel(co
   }
   stage_rows<Tile>(p, n, h, slot, writes_k, s, warp, warps, lane);
   __syncthreads();
-  prepare_coefficients<Tile>(s, p.T, p.act_dtype == DType::kBFloat16, warp, warps, lane);
+  prepare_coefficients<Tile>(s, p.T, warp, warps, lane);
   if constexpr (Tile::kBlockTiles == 2) {
     __syncthreads();
     prepare_inverse<Tile>(s, p.T, warp, warps, lane);

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
         ++key;
       }
       if (!skip) {
-        prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kProducers, lane);
+        prepare_coefficients<Tile>(s, p.T, gw, S::kProducers, lane);
         sync();
         prepare_inverse<Tile>(s, p.T, gw, S::kProducers, lane);
       }

@@ -18,12 +18,10 @@ namespace cuda {
 // Mode: the candidates that are to be timed against each other (verify_variants.h), compiled side by side.
 template <int K_, int NT_, bool HalfState_, bool Conv_, int Mode_ = 0>
 struct VerifyTile {
-  static constexpr bool kTf32 = Mode_ & kModeTf32;    // S0 [k q] by tf32 products straight from shared memory
-  static constexpr bool kPacked = Mode_ & kModePacked;  // up to four nodes: k and q share one tile of eight
   static constexpr bool kTiles = Mode_ & kModeTiles;  // the last tile of eight is skipped where it is empty
   static constexpr bool kShare = Mode_ & kModeShare;  // rows are staged once for all value heads of a key head
   static constexpr bool kLean = Mode_ & kModeLean;    // fewer registers
-  static constexpr bool kFixed = (Mode_ & (kModeTf32 | kModeFixed)) || (kLean && NT_ <= 8);  // Prep's layout has no run-time sizes
+  static constexpr bool kFixed = (Mode_ & kModeFixed) || (kLean && NT_ <= 8);  // Prep's layout has no run-time sizes
   static constexpr bool kMany = Mode_ & kModeMany;
   static constexpr int kHeads = Mode_ & kModePair ? 2 : 1;  // value heads of a key head that are prepared together
   static constexpr int K = K_, NT = NT_;
@@ -166,34 +164,52 @@ struct StateFragments {
     }
   }
 
-  // c += (16 rows of the state chunk) x (8 rows of k or q); b points to the row of this lane's node. Several chains, low
-  // parts first: short chains lose less to the tensor cores' truncating adds. Long drafts cannot spare the registers.
+  // c += (16 rows of the state chunk) x (8 rows of k, and of q); bk and bq point to the row of this lane's node. A product waits
+  // for the one before it in its chain: four chains take turns. Low parts first: short chains lose less to the tensor cores'
+  // truncating adds.
+  __device__ __forceinline__ void multiply_pair(float (&ck)[4], float (&cq)[4], const uint4* bk, const uint4* bq, int lane, int chunk) const {
+    constexpr int kPairs = kSteps / 2, kFirst = Tile::kHalfState ? 1 : 0;
+    static_assert(kPairs % 2 == 0, "");
+    float part[2][2][4];  // [k, q][chain]
+    const int odd = (lane >> 2) & 1;
+#pragma unroll
+    for (int pass = kFirst; pass < 2; ++pass) {
+      if constexpr (Tile::kLean) __syncwarp();  // no registers for whole rows: they are read once for the low parts, once for the high ones
+#pragma unroll
+      for (int s = 0; s < kPairs; s += 2) {
+        uint4 w[2][2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int o = ((chunk * kPairs + s + c) ^ odd) * 4 + (lane & 3);
+          w[0][c] = bk[o], w[1][c] = bq[o];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int step = 2 * (s + c) + half;
+            const uint32_t (&a)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : step] : hi[step];
+#pragma unroll
+            for (int kind = 0; kind < 2; ++kind) {
+              const uint4& x = w[kind][c];
+              if (pass == kFirst && s == 0 && half == 0) {
+                mma_first(part[kind][c], a, x.x, x.y);
+              } else {
+                mma(part[kind][c], a, half ? x.z : x.x, half ? x.w : x.y);
+              }
+            }
+          }
+      }
+    }
+    finish(ck, part[0]);
+    finish(cq, part[1]);
+  }
+
+  // c += (16 rows of the state chunk) x (8 rows of k or q), for short drafts, which have the registers for four chains a product.
   __device__ __forceinline__ void multiply(float (&c)[4], const uint4* b, int lane, int chunk) const {
-    constexpr int kPairs = kSteps / 2, kChains = Tile::NT <= 2 || kPairs == 2 ? kPairs : kPairs / 2;
+    constexpr int kPairs = kSteps / 2, kChains = kPairs;
     float part[kChains][4];
     const int odd = (lane >> 2) & 1;
-    if constexpr (Tile::kLean) {
-      // No registers for a whole row: it is read once for the low parts and once for the high ones.
-#pragma unroll
-      for (int pass = Tile::kHalfState ? 1 : 0; pass < 2; ++pass) {
-        __syncwarp();
-#pragma unroll
-        for (int s = 0; s < kPairs; ++s) {
-          const uint4 w = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
-          float (&to)[4] = part[s % kChains];
-          const uint32_t (&a0)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : 2 * s] : hi[2 * s];
-          const uint32_t (&a1)[4] = pass == 0 ? lo[Tile::kHalfState ? 0 : 2 * s + 1] : hi[2 * s + 1];
-          if (pass == (Tile::kHalfState ? 1 : 0) && s < kChains) {
-            mma_first(to, a0, w.x, w.y);
-          } else {
-            mma(to, a0, w.x, w.y);
-          }
-          mma(to, a1, w.z, w.w);
-        }
-      }
-      finish(c, part);
-      return;
-    }
     uint4 w[kPairs];
 #pragma unroll
     for (int s = 0; s < kPairs; ++s) w[s] = b[((chunk * kPairs + s) ^ odd) * 4 + (lane & 3)];
@@ -255,7 +271,7 @@ struct Prep {
   __device__ __forceinline__ Prep(unsigned char* base, int T, int head = 0) : Prep(base, base + row_bytes(T), T, head) {}
   __device__ __forceinline__ Prep(unsigned char* rows, unsigned char* rest, int T, int head = 0) {
     // No instance for 8 or 16 nodes has more than one padded length.
-    Tpad = Tile::kTf32 || (kFixed && Tile::NT <= 2) ? 8 * Tile::NT : nodes(T);
+    Tpad = kFixed && Tile::NT <= 2 ? 8 * Tile::NT : nodes(T);
     const int span = span_of(T), blocks = span / Tile::kBlockNodes;
     kq = reinterpret_cast<uint4*>(rows);
     rk = reinterpret_cast<float*>(rows + 2 * span * Tile::K * 2);
@@ -299,87 +315,6 @@ __device__ __forceinline__ uint32_t load_raw(const void* base, int64_t i, DType 
 __device__ __forceinline__ float raw_float(uint32_t raw, DType dtype) {
   return dtype == DType::kFloat32 ? __uint_as_float(raw) : unpack_half2(raw, dtype == DType::kBFloat16).x;
 }
-
-// tf32: rows stay as they are born, 16 bytes a piece; the order of the pieces turns with the row, so that neither the 8-byte
-// reads of eight rows nor the 16-byte reads of two meet in a bank.
-__device__ __forceinline__ int row_turn(int t) { return (t & 1) << 2 | (t & 2); }
-
-// S0 [k q] of 16 rows by tf32 products, 16 columns at a time from where the asynchronous copies have put the state. A float32
-// is the sum of two tf32 values up to its last bit: hi = x rounded to 11 bits, lo = x - hi. k and q (8 or 11 bits) and a
-// 16-bit state are tf32 values themselves. Every 16 columns are summed on their own and added in float32.
-template <class Tile>
-struct StateStream {
-  static constexpr int kSteps = Tile::kSteps, NT = Tile::NT, kSums = Tile::kPacked ? 1 : 2 * NT;
-  float sum[kSums][4];  // [k tiles, then q tiles]; packed: columns 0-3 k, 4-7 q
-
-  // One branch for all, where selects of the type would cost a third of the instructions.
-  __device__ __forceinline__ void run(const unsigned char* stage, const Prep<Tile>& s, int T, int lane, bool act_bf16, bool state_bf16) {
-    if (act_bf16) {
-      run_as<true>(stage, s, T, lane, state_bf16);
-    } else {
-      run_as<false>(stage, s, T, lane, state_bf16);
-    }
-  }
-  template <bool act_bf16>
-  __device__ __forceinline__ void run_as(const unsigned char* stage, const Prep<Tile>& s, int T, int lane, bool state_bf16) {
-    const int g = lane >> 2, q4 = lane & 3, turn = row_turn(g);
-    const unsigned char* rows = reinterpret_cast<const unsigned char*>(s.kq) + (q4 & 1) * 8 +
-                                (Tile::kPacked ? (g & 3) + (g >= 4 ? s.span() : 0) : g) * (Tile::K * 2);
-#pragma unroll
-    for (int i = 0; i < kSums; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[i][e] = 0.f;
-#pragma unroll NT == 1 && (Tile::kPacked || !Tile::kHalfState) ? 8 : 2
-    for (int st = 0; st < kSteps; ++st) {
-      float x[2][4];
-      uint32_t hi[2][4], lo[2][4];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if constexpr (Tile::kHalfState) {
-          const uint2 w = *reinterpret_cast<const uint2*>(stage + (r * kSteps + st) * 256 + lane * 8);
-          const float2 a = unpack_half2(w.x, state_bf16), b = unpack_half2(w.y, state_bf16);
-          x[r][0] = a.x, x[r][1] = a.y, x[r][2] = b.x, x[r][3] = b.y;
-        } else {
-          const float4 w = *reinterpret_cast<const float4*>(stage + (r * kSteps + st) * 512 + lane * 16);
-          x[r][0] = w.x, x[r][1] = w.y, x[r][2] = w.z, x[r][3] = w.w;
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (Tile::kHalfState) {
-            hi[r][e] = __float_as_uint(x[r][e]);
-          } else {
-            hi[r][e] = (__float_as_uint(x[r][e]) + 0x1000u) & 0xffffe000u;
-            lo[r][e] = __float_as_uint(x[r][e] - __uint_as_float(hi[r][e]));
-          }
-        }
-      }
-      const int at = ((2 * st + (q4 >> 1)) ^ turn) * 16;
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        if (NT == 4 && (i & 3) == 3 && T <= 24) continue;
-        const int row = Tile::kPacked ? 0 : i < NT ? i * 8 : s.span() + (i - NT) * 8;
-        const uint2 w = *reinterpret_cast<const uint2*>(rows + row * (Tile::K * 2) + at);
-        const float2 b01 = unpack_half2(w.x, act_bf16), b23 = unpack_half2(w.y, act_bf16);
-        const uint32_t b0 = __float_as_uint(b01.x), b1 = __float_as_uint(b01.y), b2 = __float_as_uint(b23.x), b3 = __float_as_uint(b23.y);
-        float c[4];
-        if constexpr (Tile::kHalfState) {
-          mma_tf32_first(c, hi[0][0], hi[1][0], hi[0][1], hi[1][1], b0, b1);
-        } else {
-          mma_tf32_first(c, lo[0][0], lo[1][0], lo[0][1], lo[1][1], b0, b1);
-          mma_tf32(c, lo[0][2], lo[1][2], lo[0][3], lo[1][3], b2, b3);
-          mma_tf32(c, hi[0][0], hi[1][0], hi[0][1], hi[1][1], b0, b1);
-        }
-        mma_tf32(c, hi[0][2], hi[1][2], hi[0][3], hi[1][3], b2, b3);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[i][e] += c[e];
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kSums; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[i][e] = fmaf(sum[i][e], kLossChain, sum[i][e]);
-  }
-};
 
 // What the gates of a row read from memory; lane t (and t + 32, ..) has node t.
 template <class Tile>
@@ -549,30 +484,6 @@ __device__ __forceinline__ float exp_decay(float x) {
   return exp2_approx(x * 1.4426950408889634f);
 }
 
-// Eight channels of a k or q row of the tf32 kernels, already in place: norm and copy for the stash.
-template <class Tile>
-__device__ __forceinline__ void measure_row(const VerifyParams& p, int n, int h, bool writes_k, const Prep<Tile>& s, int kind, int t,
-                                            int i, uint4 raw, bool act_bf16) {
-  float x[8];
-  unpack8(raw, act_bf16, x);
-  float sum0 = x[0] * x[0], sum1 = x[1] * x[1];
-#pragma unroll
-  for (int j = 2; j < 8; j += 2) {
-    sum0 = fmaf(x[j], x[j], sum0);
-    sum1 = fmaf(x[j + 1], x[j + 1], sum1);
-  }
-  float sum = sum0 + sum1;
-#pragma unroll
-  for (int d = 8; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  const float r = rsqrt_exact(sum + 1e-6f);
-  if (i == 0) (kind == 0 ? s.rk : s.rq)[t] = r;
-  if (kind == 0 && writes_k) {
-    uint16_t* to = static_cast<uint16_t*>(p.stash.k) + n * p.stash.k_stride_row + h * p.stash.k_stride_head + static_cast<int64_t>(t) * Tile::K;
-    *reinterpret_cast<uint4*>(to + i * 8) = raw;
-    if (i == 0) p.stash.k_rnorm[n * p.stash.k_rnorm_stride_row + h * p.stash.k_rnorm_stride_head + t] = r;
-  }
-}
-
 // Eight channels of a k or q row: norm, power-of-two scale, float16, fragment order. kLanes lanes share a row.
 template <class Tile>
 __device__ __forceinline__ void stage_row(const VerifyParams& p, int n, int h, bool writes_k, const Prep<Tile>& s, int kind, int t,
@@ -716,7 +627,7 @@ __device__ __forceinline__ void stage_rows(const VerifyParams& p, int n, int h, 
 // Coefficients e^{G_t-G_j} (k_j . k_t) beta_t and e^{G_t-G_j} (k_j . q_t), j an ancestor. Task: a block of nodes t against
 // eight nodes j; tasks go round the warps.
 template <class Tile>
-__device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T, bool act_bf16, int warp, int warps, int lane) {
+__device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T, int warp, int warps, int lane) {
   constexpr int K = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
   const int g = lane >> 2, q4 = lane & 3, odd = g & 1;
   const int blocks = s.Tpad / kBlockNodes;
@@ -726,14 +637,14 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T,
       if (turn-- != 0) continue;
       turn = warps - 1;
       float ck[4], cq[4], ck1[4], cq1[4];
-      const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + (Tile::kTf32 ? 0 : q4);
-      const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + (Tile::kTf32 ? 0 : q4);
+      const uint4* bj = s.kq + (jn * 8 + g) * (K / 8) + q4;
+      const uint4* ak = s.kq + (b * kBlockNodes + g) * (K / 8) + q4;
       const uint4* aq = ak + s.span() * (K / 8);
       const bool empty = Tile::kTiles && jn * 8 >= T;  // its coefficients are zero whatever the products are
-      auto products = [&](auto bf16) {
+      auto products = [&] {
 #pragma unroll
         for (int st = 0; st < K / 32; ++st) {
-          const int o = Tile::kTf32 ? (st * 4 + q4) ^ row_turn(g) : (st ^ odd) * 4;
+          const int o = (st ^ odd) * 4;
           const uint4 w = bj[o];
           const uint4 k0 = ak[o], q0 = aq[o];
           uint4 k1 = make_uint4(0u, 0u, 0u, 0u), q1 = k1;
@@ -743,16 +654,7 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T,
           }
           const uint32_t fk0[4] = {k0.x, k1.x, k0.y, k1.y}, fk1[4] = {k0.z, k1.z, k0.w, k1.w};
           const uint32_t fq0[4] = {q0.x, q1.x, q0.y, q1.y}, fq1[4] = {q0.z, q1.z, q0.w, q1.w};
-          if constexpr (decltype(bf16)::value) {
-            if (st == 0) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) ck[e] = cq[e] = ck1[e] = cq1[e] = 0.f;
-            }
-            mma_bf16(ck, fk0, w.x, w.y);
-            mma_bf16(cq, fq0, w.x, w.y);
-            mma_bf16(ck1, fk1, w.z, w.w);
-            mma_bf16(cq1, fq1, w.z, w.w);
-          } else if (st == 0) {
+          if (st == 0) {
             mma_first(ck, fk0, w.x, w.y);
             mma_first(cq, fq0, w.x, w.y);
             mma_first(ck1, fk1, w.z, w.w);
@@ -768,10 +670,8 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T,
       if (Tile::kTiles && empty) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) ck[e] = cq[e] = ck1[e] = cq1[e] = 0.f;
-      } else if (Tile::kTf32 && act_bf16) {
-        products(std::integral_constant<bool, Tile::kTf32>{});
       } else {
-        products(std::false_type{});
+        products();
       }
       const int j0 = jn * 8 + q4 * 2;
       const float2 rj = *reinterpret_cast<const float2*>(s.rk + j0);
@@ -937,10 +837,9 @@ __device__ __forceinline__ void load_values(const VerifyParams& p, int n, int hv
   }
 }
 
-// tf32: `state` is a StateStream, `ready` must leave it done.
-template <class Tile, bool kRawV, class State, class Ready>
+template <class Tile, bool kRawV, class Ready>
 __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv, int64_t slot, int row0, int lane, const Prep<Tile>& s,
-                                           State& state, int64_t state_at, const uint32_t (&v0)[2 * Tile::kBlockTiles], Ready ready,
+                                           StateFragments<Tile>& state, int64_t state_at, const uint32_t (&v0)[2 * Tile::kBlockTiles], Ready ready,
                                            unsigned char* raw_v = nullptr) {
   constexpr int K = Tile::K, V = Tile::K, kBlockTiles = Tile::kBlockTiles, kBlockNodes = Tile::kBlockNodes;
   const int g = lane >> 2, q4 = lane & 3, T = p.T;
@@ -963,7 +862,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       copy_commit();
     }
   }
-  if constexpr (Tile::kChunks == 1 && !Tile::kTf32) state.convert(state_bf16);
+  if constexpr (Tile::kChunks == 1) state.convert(state_bf16);
   if constexpr (Tile::kConv && kRawV) {
     if (q4 < 3) raw_at[(s.Tpad + q4) * 8] = v.old_word;
   }
@@ -988,22 +887,6 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
       for (int e = 0; e < 4; ++e) xk[i][e] = xq[i][e] = 0.f;
     const bool second = !Tile::kTiles || b * kBlockNodes + 8 < T;  // the second tile has nodes
-    if constexpr (Tile::kPacked) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float from_q = __shfl_sync(0xffffffffu, state.sum[0][e], lane + 2);
-        xk[0][e] = q4 < 2 ? state.sum[0][e] : 0.f;
-        xq[0][e] = q4 < 2 ? from_q : 0.f;
-      }
-    } else if constexpr (Tile::kTf32) {
-#pragma unroll
-      for (int i = 0; i < kBlockTiles; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          xk[i][e] = state.sum[b * kBlockTiles + i][e];
-          xq[i][e] = state.sum[Tile::NT + b * kBlockTiles + i][e];
-        }
-    } else {
 #pragma unroll
     for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
       if constexpr (Tile::kChunks > 1) {
@@ -1014,14 +897,17 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       for (int i = 0; i < kBlockTiles; ++i) {
         if (i == 1 && !second) continue;
         const uint4* rowk = s.kq + (b * kBlockNodes + i * 8 + g) * (K / 8);
-        state.multiply(xk[i], rowk, lane, chunk);
-        state.multiply(xq[i], rowk + s.span() * (K / 8), lane, chunk);
+        const uint4* rowq = rowk + s.span() * (K / 8);
+        if constexpr (Tile::NT <= 2) {
+          state.multiply(xk[i], rowk, lane, chunk);
+          state.multiply(xq[i], rowq, lane, chunk);
+        } else {
+          state.multiply_pair(xk[i], xq[i], rowk, rowq, lane, chunk);
+        }
       }
-    }
     }
 #pragma unroll
     for (int i = 0; i < kBlockTiles; ++i) {
-      if (i == 1 && !second) continue;
       const int t0 = b * kBlockNodes + i * 8 + q4 * 2;
       const float4 gate = *reinterpret_cast<const float4*>(s.gate + t0);
       const float2 rk = *reinterpret_cast<const float2*>(s.rk + t0), rq = *reinterpret_cast<const float2*>(s.rq + t0);
@@ -1076,23 +962,24 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
 #pragma unroll
       for (int jb = 0; jb < b; ++jb) {
         const uint4* pair = s.hist + (b * (b - 1) / 2 + jb) * 128 + g * 4 + q4;
+        uint4 w[4];  // k and q coefficients of the two tiles
+        float c[4][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (i == 1 && !second) continue;
-          const uint4 wk = pair[i * 32], wq = pair[64 + i * 32];
-          float ck[4], cq[4];
-          mma_first(ck, u_lo[jb], wk.x, wk.y);
-          mma_first(cq, u_lo[jb], wq.x, wq.y);
-          mma(ck, u_hi[jb], wk.z, wk.w);
-          mma(cq, u_hi[jb], wq.z, wq.w);
-          mma(ck, u_hi[jb], wk.x, wk.y);
-          mma(cq, u_hi[jb], wq.x, wq.y);
+        for (int m = 0; m < 4; ++m) w[m] = pair[(m & 1) * 64 + (m >> 1) * 32];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) mma_first(c[m], u_lo[jb], w[m].x, w[m].y);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) mma(c[m], u_hi[jb], w[m].z, w[m].w);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) mma(c[m], u_hi[jb], w[m].x, w[m].y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], fmaf(ck[e], kLossOne, ck[e]), xk[i][e]);
-            xq[i][e] = fmaf(u_inverse[jb][e >> 1], fmaf(cq[e], kLossOne, cq[e]), xq[i][e]);
+            const float ck = c[2 * i][e], cq = c[2 * i + 1][e];
+            xk[i][e] = fmaf(-u_inverse[jb][e >> 1], fmaf(ck, kLossOne, ck), xk[i][e]);
+            xq[i][e] = fmaf(u_inverse[jb][e >> 1], fmaf(cq, kLossOne, cq), xq[i][e]);
           }
-        }
       }
     }
     if constexpr (kBlockTiles == 1) {
@@ -1135,16 +1022,19 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         }
       }
       const uint4* inv = reinterpret_cast<const uint4*>(s.diag + b * 512) + g * 4 + q4;
+      {
+        const uint4 w[2] = {inv[0], inv[32]};
+        float c[2][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == 1 && !second) continue;
-        const uint4 w = inv[i * 32];
-        float c[4];
-        mma_first(c, x_lo, w.x, w.y);
-        mma(c, x_hi, w.z, w.w);
-        mma(c, x_hi, w.x, w.y);
+        for (int i = 0; i < 2; ++i) mma_first(c[i], x_lo, w[i].x, w[i].y);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) xk[i][e] = fmaf(c[e], 1.f / kCoefficientScale, scaled[i][e]);
+        for (int i = 0; i < 2; ++i) mma(c[i], x_hi, w[i].z, w[i].w);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma(c[i], x_hi, w[i].x, w[i].y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) xk[i][e] = fmaf(c[i][e], 1.f / kCoefficientScale, scaled[i][e]);
       }
       uint32_t (&uh)[4] = u_hi[b], (&ul)[4] = u_lo[b];
 #pragma unroll
@@ -1153,25 +1043,27 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         split(xk[1][2 * r], xk[1][2 * r + 1], uh[2 + r], ul[2 + r]);
         u_inverse[b][r] = inverse[r] * (1.f / kCoefficientScale);
       }
+      {
+        const uint4 w[2] = {inv[64], inv[96]};
+        float c[2][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i == 1 && !second) continue;
-        const uint4 w = inv[64 + i * 32];
-        float c[4];
-        mma_first(c, ul, w.x, w.y);
-        mma(c, uh, w.z, w.w);
-        mma(c, uh, w.x, w.y);
+        for (int i = 0; i < 2; ++i) mma_first(c[i], ul, w[i].x, w[i].y);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          xq[i][e] = fmaf(u_inverse[b][e >> 1], fmaf(c[e], kLossOne, c[e]), xq[i][e]);
-          xk[i][e] *= inverse[e >> 1];
-        }
+        for (int i = 0; i < 2; ++i) mma(c[i], uh, w[i].z, w[i].w);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma(c[i], uh, w[i].x, w[i].y);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            xq[i][e] = fmaf(u_inverse[b][e >> 1], fmaf(c[i][e], kLossOne, c[i][e]), xq[i][e]);
+            xk[i][e] *= inverse[e >> 1];
+          }
       }
     }
     // ---- u and outputs
 #pragma unroll
     for (int c = 0; c < 2 * kBlockTiles; ++c) {
-      if (c >= 2 && !second) continue;
       const int o = b * kBlockNodes + (c >> 1) * 8 + (c & 1);
       if (o + 2 * q4 < T) {
         const int i = c >> 1, e = c & 1;

@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       sync();
       ProducerInput<Tile>::prefetch(p, q, here, gw, lane, raw_rows, Tile::kConv ? checked_slot(p, in.raw_slot) : 0);
       if (!skip) {
-        prepare_coefficients<Tile>(s, p.T, act_bf16, gw, S::kGroup, lane);
+        prepare_coefficients<Tile>(s, p.T, gw, S::kGroup, lane);
         if constexpr (Tile::kBlockTiles == 2) {
           sync();
           prepare_inverse<Tile>(s, p.T, gw, S::kGroup, lane);
