@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "python"))
 
 # What each case can tell apart: number of the variant -> what it changes (csrc/cuda/verify_variants.h).
-SHORT, LONG, COMMIT = (0, 2048), (0, 20), (32,)
+SHORT, LONG, BLOCK, COMMIT = (0, 2048, 4096), (20, 4116, 4112), (0, 2), (32,)
 PLAN = [  # shape, requests, draft, fused, variants of verify
-    *[("35B", 64, d, fused, SHORT) for d in ("chain4", "chain8", "tree16", "tree17", "tree32") for fused in (False, True)],
-    ("35B", 64, "tree24", False, SHORT),
-    *[("35B", n, "chain4", fused, SHORT) for n in (256, 16, 8) for fused in (False, True)],
-    *[("35B", n, "tree16", False, SHORT) for n in (256, 16, 8)],
-    *[("35B", n, d, False, SHORT) for n in (1, 4) for d in ("chain4", "tree16")],
-    *[("35B", 64, d, fused, LONG) for d in ("tree33", "tree64") for fused in (False, True)],
+    *[("35B", 64, d, fused, SHORT) for d in ("chain4", "chain8", "tree9", "tree16", "tree17", "tree24", "tree32") for fused in (False, True)],
+    *[("35B", n, d, fused, SHORT) for n in (256, 16, 8) for d in ("chain4", "tree32") for fused in (False, True)],
+    *[("35B", 64, d, fused, LONG) for d in ("tree33", "tree48", "tree49", "tree64") for fused in (False, True)],
+    *[("35B", n, "tree64", fused, LONG) for n in (1, 4, 16) for fused in (False, True)],
+    ("35B", 64, "tree128", False, BLOCK),
+    ("35B", 1, "tree128", False, BLOCK),
 ]
 
 

@@ -10,7 +10,8 @@ namespace cuda {
 
 template <class Tile>
 struct LongStream {
-  static constexpr int kConsumers = 8, kProducers = 4;
+  static constexpr int kConsumers = 8, kProducers = Tile::kRich ? 8 : 4;
+  static constexpr int kConsumerRegisters = 168, kProducerRegisters = 88;  // of 16 warps
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
   static constexpr int kBuffers = 2;  // of rows, and of what belongs to a value head
   static constexpr int kBarrierBytes = 128 + kConsumers * 32;  // and a parking place a consumer
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
   if (warp < S::kConsumers) {
+    if constexpr (Tile::kRich) take_registers<S::kConsumerRegisters>();
     unsigned char* stage = shared + S::kBarrierBytes + warp * StateFragments<Tile>::kBytes;
     const int slab = warp % q.slabs, per_turn = S::kConsumers / q.slabs;
     auto prefetch = [&](const W& c, int slot) {
@@ -132,6 +134,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       if (Tile::kShare && here.split == 0) ++key;
     }
   } else {
+    if constexpr (Tile::kRich) give_registers<S::kProducerRegisters>();
     const int gw = warp - S::kConsumers;
     const int kind = lane >> 4, i = lane & 15;
     auto sync = [&] { barrier_sync(1, S::kProducers * 32); };
@@ -242,9 +245,15 @@ int launch_verify_long(const VerifyParams& p, int multiprocessors, int shared_li
 template <bool HalfState, bool Conv>
 int launch_verify_long_modes(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream) {
   int r = cudaErrorNotSupported;
-  if (mode & kModeShare) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kModeTiles | kModeLean | kModeShare>>(p, multiprocessors, shared_limit, stream);
+  constexpr int kBase = kModeTiles | kModeLean;
+  if (mode & kModeRich) {
+    if (mode & kModeShare) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kModeShare | kModeRich>>(p, multiprocessors, shared_limit, stream);
+    if (r != cudaErrorNotSupported) return r;
+    return launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kModeRich>>(p, multiprocessors, shared_limit, stream);
+  }
+  if (mode & kModeShare) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kModeShare>>(p, multiprocessors, shared_limit, stream);
   if (r != cudaErrorNotSupported) return r;
-  return launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kModeTiles | kModeLean>>(p, multiprocessors, shared_limit, stream);
+  return launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase>>(p, multiprocessors, shared_limit, stream);
 }
 
 }  // namespace cuda

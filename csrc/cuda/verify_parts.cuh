@@ -22,7 +22,7 @@ struct VerifyTile {
   static constexpr bool kShare = Mode_ & kModeShare;  // rows are staged once for all value heads of a key head
   static constexpr bool kLean = Mode_ & kModeLean;    // fewer registers
   static constexpr bool kFixed = (Mode_ & kModeFixed) || (kLean && NT_ <= 8);  // Prep's layout has no run-time sizes
-  static constexpr bool kMany = Mode_ & kModeMany;
+  static constexpr bool kMany = Mode_ & kModeMany, kRich = Mode_ & kModeRich;
   static constexpr int kHeads = Mode_ & kModePair ? 2 : 1;  // value heads of a key head that are prepared together
   static constexpr int K = K_, NT = NT_;
   static constexpr bool kHalfState = HalfState_, kConv = Conv_;

@@ -8,27 +8,25 @@
 namespace treewy {
 namespace cuda {
 
-#ifndef TREEWY_CREGS
-#define TREEWY_CREGS 136
-#endif
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT, kHeads = Tile::kHeads;
   // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168. Heads that are prepared
   // together need half the producers, which leaves room for more consumers.
-  static constexpr bool kMany = Tile::kMany && NT <= 4;
+  static constexpr bool kMany = Tile::kMany && NT <= 4, kRich = Tile::kRich;  // twelve consumers; eight producers
   static constexpr int kConsumers = kMany ? 12 : 8;
-  static constexpr int kProducers = !kMany && NT <= 2 && !Tile::kConv ? 8 : 4;
+  static constexpr int kProducers = kRich || (!kMany && NT <= 2 && !Tile::kConv) ? 8 : 4;
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
   // 16 warps: consumers take what producers give up.
-  static constexpr int kConsumerRegisters = TREEWY_CREGS, kProducerRegisters = 512 - 3 * kConsumerRegisters;
+  static constexpr bool kMoves = kMany || kRich;
+  static constexpr int kConsumerRegisters = kMany ? 136 : 168, kProducerRegisters = kMany ? 104 : 88;
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
-  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : 2;
-  static constexpr int kStages = !kMany && NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
-  static constexpr int kBarrierBytes = 128 + (kMany ? kConsumers * 64 : 0);  // 2 kBuffers mbarriers; units parked
+  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 && kRich ? 3 : 2;
+  static constexpr int kStages = !kMoves && NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
+  static constexpr int kBarrierBytes = 128 + (kMoves ? kConsumers * 64 : 0);  // 2 kBuffers mbarriers; units parked
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
   static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
   // Raw k and q rows of a group's item, with the three older columns of a convolution, its weights and its bias behind; raw v
@@ -268,7 +266,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
   if (warp < S::kConsumers) {
-    if constexpr (S::kMany) take_registers<S::kConsumerRegisters>();
+    if constexpr (S::kMoves) take_registers<S::kConsumerRegisters>();
     unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
     using U = Unit<S::kConsumers, S::kHeads>;
     auto head_of = [&](const U& u) { return u.c.hv * S::kHeads + u.head(q); };
@@ -278,7 +276,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
                                        slot * p.state_stride_slot + head_of(u) * p.state_stride_head + u.row0(q) * K, lane);
       copy_commit();
     };
-    int4* parked = reinterpret_cast<int4*>(shared + 128) + (S::kMany ? warp * 4 : 0);
+    int4* parked = reinterpret_cast<int4*>(shared + 128) + (S::kMoves ? warp * 4 : 0);
     U here(q, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
     int slots[S::kStages];                // of this unit and of those on their way
 #pragma unroll
@@ -295,11 +293,11 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (u.c.item < q.items) load_values<Tile>(p, u.c.n, head_of(u), u.row0(q), lane, 0, v_next);
     };
     if constexpr (kEarlyV) load_v(here);
-    if constexpr (S::kMany) ahead.park(parked + 2);
+    if constexpr (S::kMoves) ahead.park(parked + 2);
 
     for (int turn = 0; here.c.item < q.items; ++turn) {
       const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
-      if constexpr (S::kMany) here.park(parked);
+      if constexpr (S::kMoves) here.park(parked);
       const int row0 = here.row0(q), hv = head_of(here);
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
       const Prep<Tile> s(preps + buffer * prep_bytes, p.T, here.head(q));
@@ -312,12 +310,12 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
         slots[S::kStages - 1] = next_slot;
-        if constexpr (S::kMany) ahead.unpark(parked + 2);
+        if constexpr (S::kMoves) ahead.unpark(parked + 2);
         prefetch(ahead, next_slot, stage);
         if constexpr (kEarlyV) load_v(ahead);
         ahead.advance(q);
         raw_slot = raw_slot_of(p, q, ahead.c);
-        if constexpr (S::kMany) ahead.park(parked + 2);
+        if constexpr (S::kMoves) ahead.park(parked + 2);
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
@@ -331,13 +329,13 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       } else {
         ready();
       }
-      if constexpr (S::kMany) here.unpark(parked);
+      if constexpr (S::kMoves) here.unpark(parked);
       if (!sound) write_zeros(p, here.c.n, head_of(here), here.row0(q), 16, lane, 32);
       mbarrier_arrive(empty + here.k % S::kBuffers);
       here.advance(q);
     }
   } else {
-    if constexpr (S::kMany) give_registers<S::kProducerRegisters>();
+    if constexpr (S::kMoves) give_registers<S::kProducerRegisters>();
     const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
     const int group_barrier = 1 + group;
     auto sync = [&] {
@@ -489,7 +487,9 @@ int launch_verify_stream_nodes(const VerifyParams& p, int mode, int multiprocess
   int r = cudaErrorNotSupported;
   if constexpr (NT <= 4) {
     if (!(mode & kModeAlone) && pairs_pay(p, multiprocessors)) {
-      if (mode & kModeFew) {
+      if (mode & kModeRich) {
+        r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair | kModeRich>>(p, multiprocessors, shared_limit, stream);
+      } else if (mode & kModeFew) {
         r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair>>(p, multiprocessors, shared_limit, stream);
       } else {
         r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair | kModeMany>>(p, multiprocessors, shared_limit, stream);

@@ -18,6 +18,7 @@ enum Mode {
   kModeFixed = 256,
   kModeMany = 512,  // twelve consumers
   kModeAlone = 1024,  // never pairs
+  kModeRich = 4096,  // eight producers
   kModeFew = 2048,  // eight consumers
 };
 
