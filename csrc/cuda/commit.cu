@@ -4,7 +4,6 @@
 #include <initializer_list>
 
 #include "common.cuh"
-#include "verify_variants.h"
 
 namespace treewy {
 namespace cuda {
@@ -429,7 +428,7 @@ template <class State>
 int dispatch_dim(const CommitParams& p, cudaStream_t stream) {
   switch (p.K) {
     case 64: return launch<State, 64>(p, stream);
-    case 128: return variant() & kModeCommit ? launch<State, 128, 128>(p, stream) : launch<State, 128>(p, stream);
+    case 128: return launch<State, 128, 128>(p, stream);
     case 256: return launch<State, 256>(p, stream);
   }
   return cudaErrorInvalidValue;

@@ -85,6 +85,14 @@ constexpr int kSharedLimit = shared_limit_of(__CUDA_ARCH__ / 10);
 constexpr int kSharedLimit = 0;  // of no use on the host, which asks the device
 #endif
 
+// Code that moves registers between warpgroups is compiled for 9.0 alone: what is built for it has them (setmaxnreg, in
+// compute_90a code) or spills (compute_90).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool kMovesRegisters = true;
+#else
+constexpr bool kMovesRegisters = false;
+#endif
+
 // Dynamic shared memory above 48 KB has to be asked for once per kernel and device.
 template <class Kernel>
 cudaError_t allow_shared(Kernel kernel, int bytes, std::atomic<uint64_t>& done) {

@@ -3,15 +3,10 @@
 
 #include "common.cuh"
 #include "verify_common.cuh"
-#include "verify_variants.h"
 
 namespace treewy {
 namespace cuda {
 namespace {
-
-struct DeviceFacts {
-  int shared_limit, multiprocessors;
-};
 
 // Asked once per device; both numbers packed in one word so that concurrent first calls are harmless.
 cudaError_t device_facts(DeviceFacts& f) {
@@ -28,11 +23,12 @@ cudaError_t device_facts(DeviceFacts& f) {
     if ((e = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess) return e;
     // Code for a capability with less shared memory lacks the kernels that its own parts have no room for (8.6 code on 8.7).
     if (shared > shared_limit_of(capability)) shared = shared_limit_of(capability);
-    w = static_cast<uint64_t>(shared) << 32 | static_cast<uint32_t>(count);
+    w = static_cast<uint64_t>(shared) << 32 | (capability == 90 ? 1u << 31 : 0u) | static_cast<uint32_t>(count);
     if (device < kDevices) known[device].store(w, std::memory_order_relaxed);
   }
   f.shared_limit = static_cast<int>(w >> 32);
-  f.multiprocessors = static_cast<int>(w & 0xffffffffu);
+  f.multiprocessors = static_cast<int>(w & 0x7fffffffu);
+  f.moves_registers = w >> 31 & 1u;
   return cudaSuccess;
 }
 
@@ -63,7 +59,7 @@ BlockShape choose_shape(const VerifyParams& p, int multiprocessors) {
   int warps = p.V / 16 < 8 ? p.V / 16 : 8;
   const int64_t slabs = static_cast<int64_t>(p.N) * p.HV * (p.V / 16);
   while (warps > 2 && slabs / warps < 2 * multiprocessors) warps /= 2;
-  if ((variant() & kModeWide) && p.T > 16) {
+  if (p.T > 16) {
     // Preparation is most of a long draft's work: eight warps do it, and it is done again for other channels only while
     // that finds idle multiprocessors. 256 threads of 255 registers: one block a multiprocessor.
     int solvers = p.V / 16 < 8 ? p.V / 16 : 8;
@@ -92,22 +88,12 @@ int launch_verify_cuda(const VerifyParams& p, void* stream) {
   const int limit = facts.shared_limit;
   const bool half = p.state_dtype != DType::kFloat32, conv = p.mixed_qkv != nullptr;
   int r = cudaErrorNotSupported;
-  const int mode = cuda::variant();
-  if (p.K == 128 && p.T > 32 && p.T <= 64 && (mode & (cuda::kModeLean | cuda::kModeShare))) {
-    const int count = facts.multiprocessors;
-    if (half) {
-      r = conv ? cuda::launch_verify_long_half_conv(p, mode, count, limit, s) : cuda::launch_verify_long_half(p, mode, count, limit, s);
-    } else {
-      r = conv ? cuda::launch_verify_long_f32_conv(p, mode, count, limit, s) : cuda::launch_verify_long_f32(p, mode, count, limit, s);
-    }
-  }
-  if (r == cudaErrorNotSupported && p.K == 128 && p.T <= 64) {
-    const int count = facts.multiprocessors;
-    if (half) {
-      r = conv ? cuda::launch_verify_stream_half_conv(p, count, limit, s) : cuda::launch_verify_stream_half(p, count, limit, s);
-    } else {
-      r = conv ? cuda::launch_verify_stream_f32_conv(p, count, limit, s) : cuda::launch_verify_stream_f32(p, count, limit, s);
-    }
+  if (p.K == 128 && p.T <= 32) {
+    r = half ? (conv ? cuda::launch_verify_stream_half_conv(p, facts, s) : cuda::launch_verify_stream_half(p, facts, s))
+             : (conv ? cuda::launch_verify_stream_f32_conv(p, facts, s) : cuda::launch_verify_stream_f32(p, facts, s));
+  } else if (p.K == 128 && p.T <= 64) {
+    r = half ? (conv ? cuda::launch_verify_long_half_conv(p, facts, s) : cuda::launch_verify_long_half(p, facts, s))
+             : (conv ? cuda::launch_verify_long_f32_conv(p, facts, s) : cuda::launch_verify_long_f32(p, facts, s));
   }
   if (r == cudaErrorNotSupported) {
     const cuda::BlockShape shape = cuda::choose_shape(p, facts.multiprocessors);

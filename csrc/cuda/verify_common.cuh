@@ -17,18 +17,24 @@ struct BlockShape {
   int warps, solvers;
 };
 
+// What a launcher has to know of the current device and of the code that runs on it.
+struct DeviceFacts {
+  int shared_limit, multiprocessors;
+  bool moves_registers;  // kernels that move registers between warpgroups are there (kMovesRegisters)
+};
+
 // One function per instantiation file; cudaErrorNotSupported: does not fit, try the next.
 int launch_verify_block_k64(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream);
 int launch_verify_block_k128(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream);
 int launch_verify_block_k256(const VerifyParams& p, BlockShape shape, int shared_limit, cudaStream_t stream);
-int launch_verify_stream_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_stream_half(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_stream_f32_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_long_f32(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_long_f32_conv(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_long_half(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_long_half_conv(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream);
-int launch_verify_stream_half_conv(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream);
+int launch_verify_stream_f32(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_stream_f32_conv(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_stream_half(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_stream_half_conv(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_long_f32(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_long_f32_conv(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_long_half(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
+int launch_verify_long_half_conv(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream);
 
 // Convolution, SiLU and rounding of channel c at node t. Past the root the taps continue in the convolution state.
 __device__ __forceinline__ float conv_silu(const VerifyParams& p, int n, int t, const int* parent, int64_t slot, int c) {

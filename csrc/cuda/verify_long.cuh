@@ -11,7 +11,7 @@ namespace cuda {
 template <class Tile>
 struct LongStream {
   static constexpr int kConsumers = 8, kProducers = Tile::kRich ? 8 : 4;
-  static constexpr int kConsumerRegisters = 168, kProducerRegisters = 88;  // of 16 warps
+  static constexpr int kConsumerRegisters = 168, kProducerRegisters = 88;  // of 16 warps; 12 have 168 each
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
   static constexpr int kBuffers = 2;  // of rows, and of what belongs to a value head
   static constexpr int kBarrierBytes = 128 + kConsumers * 32;  // and a parking place a consumer
@@ -21,7 +21,8 @@ struct LongStream {
   static constexpr int kRawValueBytes = Tile::kConv ? (kSpan + 4) * 32 : 0;
   static constexpr int kRowBytes = Prep<Tile>::row_bytes(kSpan), kRestBytes = Prep<Tile>::rest_bytes(kSpan);
   static constexpr int kBytes = kBarrierBytes + kStateBytes + kBuffers * (kRowBytes + kRestBytes) + kRawBytes + kConsumers * kRawValueBytes;
-  static_assert(Prep<Tile>::kFixed && Tile::K == 128 && Tile::kChunks == 1, "");
+  static constexpr bool kThere = kBytes <= kSharedLimit && (kMovesRegisters || !Tile::kRich);
+  static_assert(Tile::kFixed && Tile::K == 128 && Tile::kChunks == 1, "");
 };
 
 // With kShare `split` is the value head of the key head: an item is not cut across channels then.
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
   using S = LongStream<Tile>;
   using W = Walk<Tile::kShare>;
   constexpr int K = Tile::K;
-  if constexpr (S::kBytes > kSharedLimit) return;
+  if constexpr (!S::kThere) return;
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   unsigned char* rows = shared + S::kBarrierBytes + S::kStateBytes;
@@ -218,42 +219,38 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
 }
 
 template <class Tile>
-int launch_verify_long(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream) {
+int launch_verify_long(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
   using S = LongStream<Tile>;
   static std::atomic<uint64_t> allowed{0};
-  if (S::kBytes > shared_limit) return cudaErrorNotSupported;
-  cudaError_t e = allow_shared(verify_long_kernel<Tile>, S::kBytes, allowed);
-  if (e != cudaSuccess) return e;
+  if (S::kBytes > device.shared_limit || (Tile::kRich && !device.moves_registers)) return cudaErrorNotSupported;
   StreamLaunch q{};
-  q.vector_old = Tile::kConv && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
-                 reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
+  q.vector_old = Tile::kConv && old_columns_in_rows(p);
   int blocks = 0;
-  if (!plan_stream(p, multiprocessors, 1, q, blocks)) return cudaErrorInvalidConfiguration;
+  if (!plan_stream(p, device.multiprocessors, 1, q, blocks)) return cudaErrorInvalidConfiguration;
   if (Tile::kShare) {
     // Whole key heads, where there are enough of them.
     q.items = p.N * p.H;
-    if (q.splits != 1 || q.items < multiprocessors || q.heads_per_key == 1) return cudaErrorNotSupported;
-    blocks = multiprocessors;
+    if (q.splits != 1 || q.items < device.multiprocessors || q.heads_per_key == 1) return cudaErrorNotSupported;
+    blocks = device.multiprocessors;
     q.step_head = blocks % p.H * q.heads_per_key;
     q.step_row = blocks / p.H;
   }
   plan_leap(S::kConsumers, blocks, q);
+  cudaError_t e = allow_shared(verify_long_kernel<Tile>, S::kBytes, allowed);
+  if (e != cudaSuccess) return e;
   verify_long_kernel<Tile><<<blocks, S::kThreads, S::kBytes, stream>>>(p, q);
   return cudaGetLastError();
 }
 
 template <bool HalfState, bool Conv>
-int launch_verify_long_modes(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream) {
+int launch_verify_long_any(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  constexpr int kBase = kFixedLayout | kSkipEmptyTile | kFewRegisters;
   int r = cudaErrorNotSupported;
-  constexpr int kBase = kModeTiles | kModeLean;
-  if (mode & kModeRich) {
-    if (mode & kModeShare) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kModeShare | kModeRich>>(p, multiprocessors, shared_limit, stream);
-    if (r != cudaErrorNotSupported) return r;
-    return launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kModeRich>>(p, multiprocessors, shared_limit, stream);
-  }
-  if (mode & kModeShare) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kModeShare>>(p, multiprocessors, shared_limit, stream);
-  if (r != cudaErrorNotSupported) return r;
-  return launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase>>(p, multiprocessors, shared_limit, stream);
+  // With a convolution eight producers have too few registers for shared rows to gain by them.
+  if constexpr (!Conv) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kSharedRows | kEightProducers>>(p, device, stream);
+  if (r == cudaErrorNotSupported) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kSharedRows>>(p, device, stream);
+  if (r == cudaErrorNotSupported) r = launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase | kEightProducers>>(p, device, stream);
+  return r == cudaErrorNotSupported ? launch_verify_long<VerifyTile<128, 8, HalfState, Conv, kBase>>(p, device, stream) : r;
 }
 
 }  // namespace cuda

@@ -3,8 +3,8 @@
 namespace treewy {
 namespace cuda {
 
-int launch_verify_long_half_conv(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream) {
-  return launch_verify_long_modes<true, true>(p, mode, multiprocessors, shared_limit, stream);
+int launch_verify_long_half_conv(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  return launch_verify_long_any<true, true>(p, device, stream);
 }
 
 }  // namespace cuda

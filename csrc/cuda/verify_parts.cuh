@@ -9,21 +9,27 @@
 #include "common.cuh"
 #include "ptx.cuh"
 #include "verify_common.cuh"
-#include "verify_variants.h"
 
 namespace treewy {
 namespace cuda {
 
+// How a kernel arranges its work; which draft length gets what was measured (docs/kernels.md).
+enum Options {
+  kFixedLayout = 1,      // Prep has room for 8 NT nodes whatever the draft: every address is the base and a constant
+  kSkipEmptyTile = 2,    // the second tile of the last block of nodes is skipped where it is empty
+  kPairs = 4,            // two value heads of a key head are prepared together
+  kSharedRows = 8,       // rows are staged once for all value heads of a key head, which are prepared one after the other
+  kFewRegisters = 16,    // rows of k and q are read twice rather than held
+  kTwelveConsumers = 32, // and four producers, where registers can move from these to those; else eight
+  kEightProducers = 64,  // and eight consumers, likewise; else four
+};
+
 // Tile sizes, all in one place. NT: n-tiles of 8 nodes that the kernel is built for.
-// Mode: the candidates that are to be timed against each other (verify_variants.h), compiled side by side.
-template <int K_, int NT_, bool HalfState_, bool Conv_, int Mode_ = 0>
+template <int K_, int NT_, bool HalfState_, bool Conv_, int Options_ = 0>
 struct VerifyTile {
-  static constexpr bool kTiles = Mode_ & kModeTiles;  // the last tile of eight is skipped where it is empty
-  static constexpr bool kShare = Mode_ & kModeShare;  // rows are staged once for all value heads of a key head
-  static constexpr bool kLean = Mode_ & kModeLean;    // fewer registers
-  static constexpr bool kFixed = (Mode_ & kModeFixed) || (kLean && NT_ <= 8);  // Prep's layout has no run-time sizes
-  static constexpr bool kMany = Mode_ & kModeMany, kRich = Mode_ & kModeRich;
-  static constexpr int kHeads = Mode_ & kModePair ? 2 : 1;  // value heads of a key head that are prepared together
+  static constexpr bool kFixed = Options_ & kFixedLayout, kTiles = Options_ & kSkipEmptyTile, kShare = Options_ & kSharedRows,
+                        kLean = Options_ & kFewRegisters, kMany = Options_ & kTwelveConsumers, kRich = Options_ & kEightProducers;
+  static constexpr int kHeads = Options_ & kPairs ? 2 : 1;  // value heads that are prepared together
   static constexpr int K = K_, NT = NT_;
   static constexpr bool kHalfState = HalfState_, kConv = Conv_;
   static constexpr int kChunk = K < 128 ? K : 128;        // state columns held in registers: 64 words a lane at 128

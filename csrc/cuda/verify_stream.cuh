@@ -11,32 +11,32 @@ namespace cuda {
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT, kHeads = Tile::kHeads;
+  static constexpr bool kMany = Tile::kMany;
   // Warps; a consumer takes 16 channels at a time. 16 warps leave 128 registers a thread, 12 warps 168. Heads that are prepared
   // together need half the producers, which leaves room for more consumers.
-  static constexpr bool kMany = Tile::kMany && NT <= 4, kRich = Tile::kRich;  // twelve consumers; eight producers
   static constexpr int kConsumers = kMany ? 12 : 8;
-  static constexpr int kProducers = kRich || (!kMany && NT <= 2 && !Tile::kConv) ? 8 : 4;
+  static constexpr int kProducers = !kMany && NT <= 2 && !Tile::kConv ? 8 : 4;
   static constexpr int kThreads = (kConsumers + kProducers) * 32;
-  // 16 warps: consumers take what producers give up.
-  static constexpr bool kMoves = kMany || kRich;
-  static constexpr int kConsumerRegisters = kMany ? 136 : 168, kProducerRegisters = kMany ? 104 : 88;
+  // With a convolution twelve consumers need more than 128 registers each: the producers give them up.
+  static constexpr int kConsumerRegisters = 136, kProducerRegisters = 104;
+  static constexpr bool kNeedsRegisters = kMany && Tile::kConv;
   // Short drafts are prepared by two warps, two items at a time; longer ones by all producers together.
   static constexpr int kGroup = NT <= 2 ? 2 : kProducers;
   static constexpr int kGroups = kProducers / kGroup;
   // Prepared items, a multiple of kGroups: a buffer belongs to one group. As many as shared memory allows.
-  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : NT == 4 && kRich ? 3 : 2;
-  static constexpr int kStages = !kMoves && NT <= 4 ? 2 : 1;  // state tiles on their way a consumer; long drafts are not memory-bound
-  static constexpr int kBarrierBytes = 128 + (kMoves ? kConsumers * 64 : 0);  // 2 kBuffers mbarriers; units parked
+  static constexpr int kBuffers = NT == 1 ? 8 : NT == 2 ? 4 : 2;
+  static constexpr int kStages = kMany ? 1 : 2;  // state tiles on their way a consumer
+  static constexpr int kBarrierBytes = 128 + (kMany ? kConsumers * 64 : 0);  // 2 kBuffers mbarriers; units parked
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
-  static_assert(kBuffers % kGroups == 0 && kProducers % kGroup == 0 && Tile::kChunks == 1 && Tile::K == 128, "");
   // Raw k and q rows of a group's item, with the three older columns of a convolution, its weights and its bias behind; raw v
   // columns of a consumer.
-  __host__ __device__ static constexpr int raw_bytes(int T) { return (Prep<Tile>::span_of(T) + (Tile::kConv ? 8 : 0)) * 512; }
-  __host__ __device__ static constexpr int raw_v_bytes(int T) { return Tile::kConv ? (Prep<Tile>::span_of(T) + 4) * 32 : 0; }
-  __host__ __device__ static constexpr int bytes(int T) {
-    return kBarrierBytes + kStateBytes + kBuffers * Prep<Tile>::bytes(T) + kGroups * raw_bytes(T) + kConsumers * raw_v_bytes(T);
-  }
-  static constexpr int kLeastNodes = NT == 1 ? 1 : 4 * NT + 1;  // shorter drafts take the kernel of half the tiles
+  static constexpr int kSpan = 8 * NT;
+  static constexpr int kRawBytes = (kSpan + (Tile::kConv ? 8 : 0)) * 512, kRawValueBytes = Tile::kConv ? (kSpan + 4) * 32 : 0;
+  static constexpr int kPrepBytes = Prep<Tile>::bytes(kSpan);
+  static constexpr int kBytes = kBarrierBytes + kStateBytes + kBuffers * kPrepBytes + kGroups * kRawBytes + kConsumers * kRawValueBytes;
+  // Compiled empty where shared memory or registers are missing; the launcher does not come here then.
+  static constexpr bool kThere = kBytes <= kSharedLimit && (kMovesRegisters || !kNeedsRegisters);
+  static_assert(NT <= 4 && kBuffers % kGroups == 0 && Tile::kFixed && Tile::kChunks == 1 && Tile::K == 128, "");
 };
 
 struct StreamLaunch {
@@ -247,13 +247,11 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
     verify_stream_kernel(const __grid_constant__ VerifyParams p, const __grid_constant__ StreamLaunch q) {
   using S = Stream<Tile>;
   constexpr int K = Tile::K;
-  // Where not even the shortest draft finds room, the launcher never comes here: no code for that architecture.
-  if constexpr (S::bytes(S::kLeastNodes) > kSharedLimit) return;
+  if constexpr (!S::kThere) return;
   extern __shared__ __align__(16) unsigned char shared[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int prep_bytes = Prep<Tile>::bytes(p.T);
   unsigned char* preps = shared + S::kBarrierBytes + S::kStateBytes;
-  unsigned char* raws = preps + S::kBuffers * prep_bytes;
+  unsigned char* raws = preps + S::kBuffers * S::kPrepBytes;
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* empty = full + S::kBuffers;
   if (threadIdx.x == 0) {
@@ -266,7 +264,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
   const bool act_bf16 = p.act_dtype == DType::kBFloat16;
 
   if (warp < S::kConsumers) {
-    if constexpr (S::kMoves) take_registers<S::kConsumerRegisters>();
+    if constexpr (S::kMany) take_registers<S::kConsumerRegisters>();
     unsigned char* stages = shared + S::kBarrierBytes + warp * S::kStages * StateFragments<Tile>::kBytes;
     using U = Unit<S::kConsumers, S::kHeads>;
     auto head_of = [&](const U& u) { return u.c.hv * S::kHeads + u.head(q); };
@@ -276,7 +274,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
                                        slot * p.state_stride_slot + head_of(u) * p.state_stride_head + u.row0(q) * K, lane);
       copy_commit();
     };
-    int4* parked = reinterpret_cast<int4*>(shared + 128) + (S::kMoves ? warp * 4 : 0);
+    int4* parked = reinterpret_cast<int4*>(shared + 128) + (S::kMany ? warp * 4 : 0);
     U here(q, warp), ahead = here;  // ahead: the next unit whose state is to be asked for
     int slots[S::kStages];                // of this unit and of those on their way
 #pragma unroll
@@ -293,14 +291,14 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if (u.c.item < q.items) load_values<Tile>(p, u.c.n, head_of(u), u.row0(q), lane, 0, v_next);
     };
     if constexpr (kEarlyV) load_v(here);
-    if constexpr (S::kMoves) ahead.park(parked + 2);
+    if constexpr (S::kMany) ahead.park(parked + 2);
 
     for (int turn = 0; here.c.item < q.items; ++turn) {
       const int buffer = here.k % S::kBuffers, use = here.k / S::kBuffers, stage = turn % S::kStages;
-      if constexpr (S::kMoves) here.park(parked);
+      if constexpr (S::kMany) here.park(parked);
       const int row0 = here.row0(q), hv = head_of(here);
       const int slot = slots[0], next_slot = checked_slot(p, raw_slot);  // here, where no other load is on its way
-      const Prep<Tile> s(preps + buffer * prep_bytes, p.T, here.head(q));
+      const Prep<Tile> s(preps + buffer * S::kPrepBytes, p.T, here.head(q));
       if constexpr (!Tile::kConv && !kEarlyV) load_v(here);
       uint32_t v[2 * Tile::kBlockTiles];
 #pragma unroll
@@ -310,12 +308,12 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
 #pragma unroll
         for (int i = 0; i + 1 < S::kStages; ++i) slots[i] = slots[i + 1];
         slots[S::kStages - 1] = next_slot;
-        if constexpr (S::kMoves) ahead.unpark(parked + 2);
+        if constexpr (S::kMany) ahead.unpark(parked + 2);
         prefetch(ahead, next_slot, stage);
         if constexpr (kEarlyV) load_v(ahead);
         ahead.advance(q);
         raw_slot = raw_slot_of(p, q, ahead.c);
-        if constexpr (S::kMoves) ahead.park(parked + 2);
+        if constexpr (S::kMany) ahead.park(parked + 2);
         mbarrier_wait(full + buffer, use & 1);
         return *s.skip == 0;
       };
@@ -325,17 +323,17 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         StateFragments<Tile> state;
         state.fetch(stages + stage * StateFragments<Tile>::kBytes, lane);
         sound = solve_rows<Tile, true>(p, here.c.n, hv, slot, row0, lane, s, state, 0, v, ready,
-                                       raws + S::kGroups * S::raw_bytes(p.T) + warp * S::raw_v_bytes(p.T));
+                                       raws + S::kGroups * S::kRawBytes + warp * S::kRawValueBytes);
       } else {
         ready();
       }
-      if constexpr (S::kMoves) here.unpark(parked);
+      if constexpr (S::kMany) here.unpark(parked);
       if (!sound) write_zeros(p, here.c.n, head_of(here), here.row0(q), 16, lane, 32);
       mbarrier_arrive(empty + here.k % S::kBuffers);
       here.advance(q);
     }
   } else {
-    if constexpr (S::kMoves) give_registers<S::kProducerRegisters>();
+    if constexpr (S::kMany) give_registers<S::kProducerRegisters>();
     const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
     const int group_barrier = 1 + group;
     auto sync = [&] {
@@ -345,7 +343,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         barrier_sync(group_barrier, S::kGroup * 32);
       }
     };
-    uint4* raw_rows = reinterpret_cast<uint4*>(raws + group * S::raw_bytes(p.T)) + lane;  // rows of 32 words
+    uint4* raw_rows = reinterpret_cast<uint4*>(raws + group * S::kRawBytes) + lane;  // rows of 32 words
     Cursor here(q, blockIdx.x);
     for (int i = 0; i < group; ++i) here.advance(q);
     ProducerInput<Tile> in;
@@ -356,7 +354,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       const int h = here.hv * S::kHeads / q.heads_per_key;
       const bool counts = gw == 0 && lane == 0 && here.hv == 0 && here.split == 0;
       const bool writes_k = here.split == 0 && here.hv * S::kHeads == h * q.heads_per_key;
-      const Prep<Tile> s(preps + buffer * prep_bytes, p.T);
+      const Prep<Tile> s(preps + buffer * S::kPrepBytes, p.T);
       if (use > 0) mbarrier_wait(empty + buffer, (use - 1) & 1);
       const int tid = gw * 32 + lane;
       int bad = in.parent < -1 || in.parent >= (tid < p.T ? tid : 0);
@@ -463,51 +461,45 @@ inline void plan_leap(int consumers, int blocks, StreamLaunch& q) {
   q.leap_row = q.leap_item / q.splits / q.groups;
 }
 
+inline bool old_columns_in_rows(const VerifyParams& p) {
+  return p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
+}
+
 template <class Tile>
-int launch_verify_stream(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream) {
+int launch_verify_stream(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
   using S = Stream<Tile>;
   static std::atomic<uint64_t> allowed{0};
-  const int bytes = S::bytes(p.T);
-  if (bytes > shared_limit) return cudaErrorNotSupported;
-  cudaError_t e = allow_shared(verify_stream_kernel<Tile>, shared_limit, allowed);
+  if (S::kBytes > device.shared_limit || (S::kNeedsRegisters && !device.moves_registers)) return cudaErrorNotSupported;
+  cudaError_t e = allow_shared(verify_stream_kernel<Tile>, S::kBytes, allowed);
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
-  q.vector_old = Tile::kConv && p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
-                 reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
+  q.vector_old = Tile::kConv && old_columns_in_rows(p);
   int blocks = 0;
-  if (!plan_stream(p, multiprocessors, Tile::kHeads, q, blocks)) return cudaErrorInvalidConfiguration;
-  verify_stream_kernel<Tile><<<blocks, S::kThreads, bytes, stream>>>(p, q);
+  if (!plan_stream(p, device.multiprocessors, Tile::kHeads, q, blocks)) return cudaErrorInvalidConfiguration;
+  verify_stream_kernel<Tile><<<blocks, S::kThreads, S::kBytes, stream>>>(p, q);
   return cudaGetLastError();
 }
 
-// Every way to run one draft length. `mode`: kModeAlone never pairs, kModeFew takes eight consumers.
 template <int NT, bool HalfState, bool Conv>
-int launch_verify_stream_nodes(const VerifyParams& p, int mode, int multiprocessors, int shared_limit, cudaStream_t stream) {
-  constexpr int kFixed = kModeFixed | (NT >= 4 ? kModeTiles : 0);
+int launch_verify_stream_nodes(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  constexpr int kBase = kFixedLayout | (NT == 4 ? kSkipEmptyTile : 0);
   int r = cudaErrorNotSupported;
-  if constexpr (NT <= 4) {
-    if (!(mode & kModeAlone) && pairs_pay(p, multiprocessors)) {
-      if (mode & kModeRich) {
-        r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair | kModeRich>>(p, multiprocessors, shared_limit, stream);
-      } else if (mode & kModeFew) {
-        r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair>>(p, multiprocessors, shared_limit, stream);
-      } else {
-        r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed | kModePair | kModeMany>>(p, multiprocessors, shared_limit, stream);
-      }
+  if (pairs_pay(p, device.multiprocessors)) {
+    if constexpr (NT == 1 || (NT == 2 && !Conv))
+      r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kBase | kPairs | kTwelveConsumers>>(p, device, stream);
+    if constexpr (NT == 4 || Conv) {
+      if (r == cudaErrorNotSupported) r = launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kBase | kPairs>>(p, device, stream);
     }
   }
-  if (r != cudaErrorNotSupported) return r;
-  return launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kFixed>>(p, multiprocessors, shared_limit, stream);
+  return r == cudaErrorNotSupported ? launch_verify_stream<VerifyTile<128, NT, HalfState, Conv, kBase>>(p, device, stream) : r;
 }
 
 template <bool HalfState, bool Conv>
-int launch_verify_stream_any(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream) {
-  const int mode = variant();
-  if (p.T <= 8) return launch_verify_stream_nodes<1, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
-  if (p.T <= 16) return launch_verify_stream_nodes<2, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
-  if (p.T <= 32) return launch_verify_stream_nodes<4, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
-  if (p.T <= 64) return launch_verify_stream_nodes<8, HalfState, Conv>(p, mode, multiprocessors, shared_limit, stream);
-  return cudaErrorNotSupported;
+int launch_verify_stream_any(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  if (p.T <= 8) return launch_verify_stream_nodes<1, HalfState, Conv>(p, device, stream);
+  if (p.T <= 16) return launch_verify_stream_nodes<2, HalfState, Conv>(p, device, stream);
+  return launch_verify_stream_nodes<4, HalfState, Conv>(p, device, stream);
 }
 
 }  // namespace cuda

@@ -3,8 +3,8 @@
 namespace treewy {
 namespace cuda {
 
-int launch_verify_stream_f32(const VerifyParams& p, int multiprocessors, int shared_limit, cudaStream_t stream) {
-  return launch_verify_stream_any<false, false>(p, multiprocessors, shared_limit, stream);
+int launch_verify_stream_f32(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
+  return launch_verify_stream_any<false, false>(p, device, stream);
 }
 
 }  // namespace cuda
