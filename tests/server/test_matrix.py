@@ -183,6 +183,40 @@ def test_a_failed_start_is_a_row_and_is_tried_again(tmp_path, monkeypatch):
     assert runner.main([*call, "--budget", "1", "--fresh"]) == 1
 
 
+def test_servers_start_in_the_order_of_the_patterns_until_too_many_have_failed(tmp_path, monkeypatch):
+    begun = []
+
+    def server(self, start):
+        begun.append(start.name)
+        raise runner.ServerFailed("it ended")
+
+    monkeypatch.setattr(runner.Run, "server", server)
+    monkeypatch.setattr(runner.Environments, "of", lambda self, patched: {})
+    monkeypatch.setattr(scenarios, "model_directory", lambda name, work: tmp_path)
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    wanted = ["bf16-chain3", "sampled-chain3", "f32-chain3-no_buffer"]
+    call = ["--device", "cpu", "--work", str(tmp_path), "--json", str(tmp_path / "rows.jsonl"), "--scenarios", *wanted]
+    assert runner.main([*call, "--prepare"]) == 0 and begun == []
+    assert runner.main([*call, "--give-up", "4"]) == 1
+    assert begun == ["bf16-plain", "bf16-chain3", "sampled-plain", "sampled-chain3"]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    unrun = [r["detail"] for r in rows if r["outcome"] == "not run"]
+    assert unrun and all("4 servers had failed" in detail for detail in unrun)
+    assert {r["outcome"] for r in rows} == {"failed", "not run"}
+
+
+def test_ports_are_free_and_are_not_given_twice():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        used = taken.getsockname()[1]
+        found = runner.ports(used, used + 99)
+        first, second = next(found), next(found)
+    assert used < first < second < used + 99
+
+
 def test_a_signal_stops_the_servers_too(tmp_path, monkeypatch):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     ended = []

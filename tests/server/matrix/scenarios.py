@@ -25,8 +25,13 @@ STRATEGIES = ("no_buffer", "extra_buffer", "extra_buffer_lazy")
 # Two float32 servers that batch differently round differently, by about 1e-5.
 FLOAT32_TIE = 1e-4
 
-# On CUDA only: what every start there gets. Prompts are not what is tested, and capturing their graphs takes long.
-ON_CUDA = ("--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "16", "--mem-fraction-static", "0.5")  # fmt: skip
+# On CUDA only: what every start there gets. Prompts are not what is tested, and capturing graphs, theirs and of many batch
+# sizes, takes long. The pools have sizes of their own, so the fraction only has to leave room: a server that starts while
+# others take memory holds what is left then against the part of what was free before that the fraction leaves alone.
+ON_CUDA = (
+    "--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1", "2", "4", "8", "16",
+    "--mem-fraction-static", "0.9",
+)  # fmt: skip
 # Small checkpoints: of those that need another than the demo's, what differs in config.json.
 MODELS: dict[str, Mapping[str, Any]] = {
     "small": {},
