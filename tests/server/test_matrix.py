@@ -180,6 +180,9 @@ def test_a_failed_start_is_a_row_and_is_tried_again(tmp_path, monkeypatch):
     assert sorted(tried) == ["f32-chain3-no_buffer", "f32-plain", "f32-plain"]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows[0]["outcome"] == "failed" and rows[0]["detail"] == "f32-plain: it ended" and rows[0]["device"]
+    assert runner.main([*call, "--budget", "1"]) == 1  # no time for another try: the row says what came of the last one
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows[0]["outcome"] == "failed"
     assert runner.main([*call, "--budget", "1", "--fresh"]) == 1
 
 

@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping
 
-from server_harness import ROOT, check_log, copy_of_sglang, installed, path_environment, treewy, wait_idle
+from server_harness import ROOT, copy_of_sglang, installed, path_environment, treewy, wait_idle
 
 from matrix import refusals, scenarios, verdicts
 from matrix.loads import FULL, LOADS, QUICK, Size
@@ -170,7 +170,6 @@ class Run:
                 state = server.state()
                 data["end"] = {"treewy": state.get("treewy"), "accepted": state.get("avg_spec_accept_length"),
                                "complaints": scenarios.complaints(server.log_text())}  # fmt: skip
-                check_log(server)
         except Exception as error:  # a row of the table, whatever it is
             kind = "" if isinstance(error, (ServerFailed, AssertionError)) else f"{type(error).__name__}: "
             data["error"] = f"{kind}{error}"
@@ -190,9 +189,11 @@ class Run:
 
     def finish(self, start: Start, data: dict[str, Any]) -> None:
         self.data[start.name] = data
-        if data.get("error", "").startswith("not run"):
-            return
         file = self.folder / f"{start.name}.json"
+        if data.get("error", "").startswith("not run"):
+            if file.exists() and not self.args.fresh:
+                self.data[start.name] = json.loads(file.read_text())  # how it failed in an earlier call
+            return
         temporary = file.with_suffix(".new")
         temporary.write_text(json.dumps(data))
         temporary.rename(file)

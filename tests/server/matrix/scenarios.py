@@ -30,7 +30,7 @@ FLOAT32_TIE = 1e-4
 # others take memory holds what is left then against the part of what was free before that the fraction leaves alone.
 ON_CUDA = (
     "--attention-backend", "triton", "--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1", "2", "4", "8", "16",
-    "--mem-fraction-static", "0.9",
+    "--mem-fraction-static", "0.9", "--grammar-backend", "none",
 )  # fmt: skip
 # Small checkpoints: of those that need another than the demo's, what differs in config.json.
 MODELS: dict[str, Mapping[str, Any]] = {
@@ -420,7 +420,7 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
     rows.append(Check("refusals: each with its sentence", ("refusals",), _refusals))
     rows += [_memory(4, 0.97), _memory(16, 0.90), _memory(64, 0.70)]
     rows = [r for r in rows if all(name in chosen for name in r.starts)]
-    return rows + [_healthy(name, start) for name, start in chosen.items() if start.has_treewy and start.loads]
+    return rows + [_healthy(name, start) for name, start in chosen.items() if start.loads and start.loads != ("refusals",)]
 
 
 def complaints(text: str) -> list[str]:
