@@ -143,6 +143,26 @@ def test_scenarios_hang_together(device):
     assert {load for s in possible.values() for load in s.loads} <= set(LOADS) | {"drift", "refusals"}
 
 
+def test_no_buffer_comes_without_the_overlap_scheduler():
+    """SGLang asserts it; on a CPU it never shows, because there is no overlap scheduler there."""
+    found = [s for s in scenarios.starts().values() if "no_buffer" in s.arguments]
+    assert len(found) >= 10 and all("--disable-overlap-schedule" in s.arguments for s in found)
+
+
+def test_what_argparse_says_is_part_of_a_refusal(monkeypatch):
+    import argparse
+    import types
+
+    from matrix import refusals
+
+    def prepare_server_args(words):
+        argparse.ArgumentParser(prog="server").parse_args(words)
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", types.SimpleNamespace(prepare_server_args=prepare_server_args))
+    assert "unrecognized arguments: --dtype float64" in refusals.parse(["--dtype", "float64"])
+    assert refusals.parse([]) is None
+
+
 def test_every_demand_has_a_row():
     rows = "\n".join(r.name for r in scenarios.checks(scenarios.starts()))
     for demand in ("f32-tree64-extra_buffer = ", "f32-ngram16-retract = ", "splits as rare as with snapshots", "drift-tree16",

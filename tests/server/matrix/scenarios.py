@@ -86,7 +86,8 @@ class Check:
 
 
 def strategy(name: str) -> tuple[str, ...]:
-    return ("--mamba-radix-cache-strategy", name)
+    """SGLang asserts that no_buffer comes without the overlap scheduler, and turns it off by itself on a CPU alone."""
+    return ("--mamba-radix-cache-strategy", name, *(("--disable-overlap-schedule",) if name == "no_buffer" else ()))
 
 
 def retracting(interval: int) -> tuple[tuple[str, str], ...]:
