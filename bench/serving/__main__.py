@@ -87,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--preset", choices=list(presets.PRESETS), help="options for one H200; what is given besides wins")
     p.add_argument("--list-presets", action="store_true")
     p.add_argument("--budget", type=float, metavar="SECONDS", help="start no server and no client run after this long")
+    p.add_argument(
+        "--least", type=float, default=0, metavar="SECONDS", help="of the budget that must be left to start a server"
+    )
     p.add_argument("--retry-errors", action="store_true", help="measure cases again whose row holds an error")
     p.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     p.add_argument("--logs", type=Path, default=ROOT / ".demo" / "serving", help="logs of servers and clients")
@@ -206,9 +209,15 @@ class Runner:
         self.args, self.model, self.name, self.store, self.facts = args, model, name, store, facts
         self.began = time.monotonic()
         self.left = 0
+        self.host: Optional[client.Host] = None
 
-    def spent(self) -> bool:
-        return self.args.budget is not None and time.monotonic() - self.began > self.args.budget
+    def close(self) -> None:
+        if self.host is not None:
+            self.host.stop()
+
+    def spent(self, needed: float = 0.0) -> bool:
+        """Whether less than `needed` seconds of the budget are left."""
+        return self.args.budget is not None and time.monotonic() - self.began + needed > self.args.budget
 
     def start(self, case: rows.Case, progress: Progress) -> tuple[server.BenchServer, dict]:
         mode = modes.parse(case.mode)
@@ -222,6 +231,8 @@ class Runner:
             on_wait=lambda text: progress.what(f"{case.mode} starts, {text}"),
         )  # fmt: skip
         progress.what(f"{case.mode} starts")
+        if self.host is None:  # imports while the first server starts
+            self.host = client.Host(self.args.python, self.args.logs / "client-host.log")
         began = time.monotonic()
         made.start()
         return made, {**server.started(made.log_text()), "start_s": round(time.monotonic() - began, 1)}
@@ -232,7 +243,7 @@ class Runner:
         with server.PeakMemory(self.args.device, running.process.pid) as memory:
             found = client.run(
                 case, running.url, self.model, self.args.logs, warmup=self.args.warmup, arguments=self.args.client_args,
-                timeout=self.args.client_timeout, on_progress=progress.at, alive=running.alive, python=self.args.python,
+                timeout=self.args.client_timeout, on_progress=progress.at, alive=running.alive, host=self.host,
             )  # fmt: skip
         peak = None if memory.peak is None else round(memory.peak, 2)
         return {**found, **server.during(running.log_text()[seen:]), "peak_gib": peak}
@@ -250,7 +261,7 @@ class Runner:
         pools: dict = {}
         try:
             for number, case in enumerate(pending):
-                if self.spent():
+                if self.spent(0 if running is not None and running.alive() else self.args.least):
                     self.left += len(pending) - number
                     return
                 if running is None or not running.alive():
@@ -365,6 +376,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(f"bench.serving: interrupted; the same command goes on. Rows: {store.path}", file=sys.stderr)
         return 130
     finally:
+        runner.close()
         progress.close()
         next(guard, None)
     if runner.left:

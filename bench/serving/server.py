@@ -38,6 +38,7 @@ class BenchServer(Server):
     dummy: bool = False
     context_length: Optional[int] = 4096
     quick_start: bool = False
+    patience: float = 0.0  # nothing is asked of it any more when it is stopped
 
     def command(self) -> list[str]:
         command = [
@@ -55,7 +56,7 @@ class BenchServer(Server):
             command += ["--mem-fraction-static", str(self.setting.mem_fraction)]
         if self.setting.slots is not None:
             command += ["--max-mamba-cache-size", str(self.setting.slots)]
-        if self.device == "cuda" and "--cuda-graph-max-bs-decode" not in self.arguments:
+        if self.device == "cuda" and not any(a.startswith(("--cuda-graph-max-bs", "--cuda-graph-bs")) for a in self.arguments):
             # Every batch that the clients can make is captured, and none beyond: capturing takes most of a start.
             command += ["--cuda-graph-max-bs-decode", str(self.running)]
         return [*command, *self.bench_mode.arguments, *self.arguments]

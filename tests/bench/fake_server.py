@@ -1,7 +1,7 @@
 """Stands in for `sglang.launch_server` and `sglang.bench_serving`: what bench/serving needs of either, without a model.
 
-Run as `python fake_server.py -m sglang.launch_server ARGS` or `... -m sglang.bench_serving ARGS`; FAKE_* in the environment
-make it misbehave.
+Run as `python fake_server.py -m sglang.launch_server ARGS`, or `... -c CODE` where CODE imports SGLang's client; FAKE_* in
+the environment make it misbehave.
 """
 
 import http.server
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import types
 
 LOG = """\
 [2026-01-01 00:00:00] Mamba Cache is allocated. max_mamba_cache_size: 101, conv_state size: 0.1GB, ssm_state size: 1.0GB
@@ -91,5 +92,11 @@ def drive(arguments):
 
 
 if __name__ == "__main__":
-    module, arguments = sys.argv[2], sys.argv[3:]
-    sys.exit({"sglang.launch_server": serve, "sglang.bench_serving": drive}[module](arguments))
+    if sys.argv[1] == "-c":
+        client = types.ModuleType("sglang.benchmark.serving")
+        client.cli_main = lambda: sys.exit(drive(sys.argv[1:]))
+        sys.modules.update({"sglang": types.ModuleType("sglang"), "sglang.benchmark": types.ModuleType("x"), client.__name__: client})
+        exec(sys.argv[2])
+    else:
+        module, arguments = sys.argv[2], sys.argv[3:]
+        sys.exit({"sglang.launch_server": serve}[module](arguments))

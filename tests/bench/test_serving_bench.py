@@ -131,6 +131,29 @@ def test_a_server_that_does_not_start_is_a_row_with_its_error(fake, monkeypatch)
     assert len(found) == 6 and all(r["error"] is None for r in plots.latest(found)) and len(plots.latest(found)) == 4
 
 
+def test_a_client_that_cannot_be_imported_is_a_row_with_its_error(fake, monkeypatch):
+    monkeypatch.setattr(bench.client, "HOST", "import no_such_client")
+    code, found = fake("--modes", "none", "--concurrency", "2")
+    assert code == 0 and "no_such_client" in found[0]["error"]
+
+
+def test_no_server_is_started_that_the_budget_cannot_serve(fake):
+    code, found = fake("--modes", "none", "--concurrency", "2", "--budget", "100", "--least", "101")
+    assert code == 0 and found == [] and fake.seen("servers") == []
+    _, found = fake("--modes", "none", "--concurrency", "2", "--budget", "100", "--least", "50")
+    assert len(found) == 1
+
+
+def test_graphs_of_given_batch_sizes(tmp_path):
+    def words(*arguments):
+        made = server.make(modes.parse("none"), server.Setting("ample"), tmp_path, tmp_path / "log", requests=64,
+                           arguments=arguments, device="cuda", dtype="bfloat16")  # fmt: skip
+        return " ".join(made.command())
+
+    assert "--cuda-graph-max-bs-decode 64" in words()
+    assert "--cuda-graph-max-bs" not in words("--cuda-graph-bs-decode", "8", "64")
+
+
 def test_a_server_that_ends_under_load_is_started_again_for_the_rest(fake, monkeypatch):
     monkeypatch.setenv("FAKE_CRASH_AT", "4")
     code, found = fake("--modes", "none", "--concurrency", "2", "4", "8")

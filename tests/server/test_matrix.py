@@ -143,6 +143,26 @@ def test_scenarios_hang_together(device):
     assert {load for s in possible.values() for load in s.loads} <= set(LOADS) | {"drift", "refusals"}
 
 
+def test_no_buffer_comes_without_the_overlap_scheduler():
+    """SGLang asserts it; on a CPU it never shows, because there is no overlap scheduler there."""
+    found = [s for s in scenarios.starts().values() if "no_buffer" in s.arguments]
+    assert len(found) >= 10 and all("--disable-overlap-schedule" in s.arguments for s in found)
+
+
+def test_what_argparse_says_is_part_of_a_refusal(monkeypatch):
+    import argparse
+    import types
+
+    from matrix import refusals
+
+    def prepare_server_args(words):
+        argparse.ArgumentParser(prog="server").parse_args(words)
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", types.SimpleNamespace(prepare_server_args=prepare_server_args))
+    assert "unrecognized arguments: --dtype float64" in refusals.parse(["--dtype", "float64"])
+    assert refusals.parse([]) is None
+
+
 def test_every_demand_has_a_row():
     rows = "\n".join(r.name for r in scenarios.checks(scenarios.starts()))
     for demand in ("f32-tree64-extra_buffer = ", "f32-ngram16-retract = ", "splits as rare as with snapshots", "drift-tree16",
@@ -180,7 +200,44 @@ def test_a_failed_start_is_a_row_and_is_tried_again(tmp_path, monkeypatch):
     assert sorted(tried) == ["f32-chain3-no_buffer", "f32-plain", "f32-plain"]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows[0]["outcome"] == "failed" and rows[0]["detail"] == "f32-plain: it ended" and rows[0]["device"]
+    assert runner.main([*call, "--budget", "1"]) == 1  # no time for another try: the row says what came of the last one
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows[0]["outcome"] == "failed"
     assert runner.main([*call, "--budget", "1", "--fresh"]) == 1
+
+
+def test_servers_start_in_the_order_of_the_patterns_until_too_many_have_failed(tmp_path, monkeypatch):
+    begun = []
+
+    def server(self, start):
+        begun.append(start.name)
+        raise runner.ServerFailed("it ended")
+
+    monkeypatch.setattr(runner.Run, "server", server)
+    monkeypatch.setattr(runner.Environments, "of", lambda self, patched: {})
+    monkeypatch.setattr(scenarios, "model_directory", lambda name, work: tmp_path)
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    wanted = ["bf16-chain3", "sampled-chain3", "f32-chain3-no_buffer"]
+    call = ["--device", "cpu", "--work", str(tmp_path), "--json", str(tmp_path / "rows.jsonl"), "--scenarios", *wanted]
+    assert runner.main([*call, "--prepare"]) == 0 and begun == []
+    assert runner.main([*call, "--give-up", "4"]) == 1
+    assert begun == ["bf16-plain", "bf16-chain3", "sampled-plain", "sampled-chain3"]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    unrun = [r["detail"] for r in rows if r["outcome"] == "not run"]
+    assert unrun and all("4 servers had failed" in detail for detail in unrun)
+    assert {r["outcome"] for r in rows} == {"failed", "not run"}
+
+
+def test_ports_are_free_and_are_not_given_twice():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        used = taken.getsockname()[1]
+        found = runner.ports(used, used + 99)
+        first, second = next(found), next(found)
+    assert used < first < second < used + 99
 
 
 def test_a_signal_stops_the_servers_too(tmp_path, monkeypatch):

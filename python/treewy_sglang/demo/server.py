@@ -84,6 +84,7 @@ class Server:
     port: int = 0
     quick_start: bool = True  # for the small checkpoint
     timeout: float = 600.0
+    patience: float = 15.0  # seconds to end by itself when it is stopped
     until: str = ""  # words in the log that end the wait before the server answers
     on_wait: Callable[[str], None] = lambda text: None
     on_start: Callable[[subprocess.Popen], Any] = lambda process: None
@@ -164,7 +165,7 @@ class Server:
     def stop(self) -> None:
         if self.process is None:
             return
-        for sig, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
+        for sig, patience in ((signal.SIGTERM, self.patience), (signal.SIGKILL, 15)):
             try:
                 os.killpg(self.process.pid, sig)
             except ProcessLookupError:

@@ -5,6 +5,8 @@ SGLang is imported once; every command line is parsed in a process forked off.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -68,10 +70,12 @@ def parse(words: list[str]) -> str | None:
     """The error that SGLang's arguments end with, None if they do not."""
     from sglang.srt.server_args import prepare_server_args
 
+    told = io.StringIO()
     try:
-        prepare_server_args(words)
-    except SystemExit as ended:
-        return f"argparse ended with {ended.code}"
+        with contextlib.redirect_stderr(told):
+            prepare_server_args(words)
+    except SystemExit:  # argparse has printed why
+        return "argparse: " + (told.getvalue().strip().splitlines() or ["no word"])[-1]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -126,8 +130,10 @@ def main(argv: list[str]) -> None:
     for name, (words, _) in cases(device).items():
         path = dense if name == "no linear layers" else model
         dtype = [] if "--dtype" in words else ["--dtype", "float32" if device == "cpu" else "bfloat16"]
+        # Not the backend that SGLang takes by itself on Hopper: it refuses some of these before TreeWY is asked.
+        backend = ["--attention-backend", "triton"] if device == "cuda" else []
         print(name, file=sys.stderr, flush=True)
-        out[name] = in_a_fork(["--model-path", path, "--device", device, "--skip-tokenizer-init", *dtype, *words])
+        out[name] = in_a_fork(["--model-path", path, "--device", device, "--skip-tokenizer-init", *dtype, *backend, *words])
     print(json.dumps(out), flush=True)
 
 

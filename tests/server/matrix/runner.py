@@ -9,20 +9,22 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import fnmatch
+import itertools
 import json
 import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterable, Iterator, Mapping
 
-from server_harness import ROOT, check_log, copy_of_sglang, installed, path_environment, treewy, wait_idle
+from server_harness import ROOT, copy_of_sglang, installed, path_environment, treewy, wait_idle
 
 from matrix import refusals, scenarios, verdicts
 from matrix.loads import FULL, LOADS, QUICK, Size
@@ -69,6 +71,16 @@ class Environments:
         return path_environment(where, ROOT / "python")
 
 
+def ports(first: int, last: int = 32000) -> Iterator[int]:
+    """Ports below those that the kernel gives to outgoing connections: a server binds its own long after it was chosen, and
+    until then the requests of the servers beside it take thousands of those."""
+    for port in itertools.cycle(range(first, last)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                yield port
+
+
 class Run:
     def __init__(self, args: argparse.Namespace, size: Size):
         self.args, self.size = args, size
@@ -78,6 +90,9 @@ class Run:
         self.models: dict[str, Path] = {}
         self.data: dict[str, Any] = {}
         self.live: set[Any] = set()  # processes
+        self.failures = 0
+        self.lock = threading.Lock()
+        self.ports = ports(18000 + os.getpid() % 64 * 200)
         # Data of another device or size is no use here.
         self.folder = self.work / f"data-{args.device}-{args.size}"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -94,8 +109,10 @@ class Run:
 
     def server(self, start: Start) -> Server:
         size, args = self.size, self.args
+        with self.lock:
+            port, other_port = next(self.ports), next(self.ports)
         running = start.running or size.at_a_time
-        arguments = (*(scenarios.ON_CUDA if args.device == "cuda" else ()), *start.arguments, *args.server_arguments)
+        arguments = (*(scenarios.ON_CUDA if args.device == "cuda" else ()), "--nccl-port", str(other_port), *start.arguments, *args.server_arguments)
         if args.device == "cpu" and not start.patched:
             raise RuntimeError("an unpatched server on CPU is what tests/server/test_end_to_end.py starts")
         environment = {**self.environments.of(start.patched), **dict(start.environment)}
@@ -109,14 +126,16 @@ class Run:
         return Server(
             self.models[start.model], start.mode, self.work / "logs" / f"{start.name}.log", device=args.device,
             dtype=start.dtype, running=running, tokens=2 * running * 1400 if start.tokens is None else start.tokens,
-            treewy=start.treewy, until=start.until, arguments=arguments, environment=environment,
-            timeout=min(args.start_timeout, max(30.0, self.left())),
+            treewy=start.treewy, until=start.until, arguments=arguments, environment=environment, port=port,
+            patience=args.patience, timeout=min(args.start_timeout, max(30.0, self.left())),
         )  # fmt: skip
 
     def one(self, start: Start) -> dict[str, Any]:
         """Data of a start: {"start": ..., LOAD: ..., "end": ...}, or {"error": ...} with what it got to."""
         if self.left() < self.args.least:
             return {"error": f"not run: {max(0, self.left()):.0f} s of the budget were left"}
+        if self.args.give_up and self.failures >= self.args.give_up:
+            return {"error": f"not run: {self.failures} servers had failed"}
         data: dict[str, Any] = {}
         server = None
         try:
@@ -151,10 +170,11 @@ class Run:
                 state = server.state()
                 data["end"] = {"treewy": state.get("treewy"), "accepted": state.get("avg_spec_accept_length"),
                                "complaints": scenarios.complaints(server.log_text())}  # fmt: skip
-                check_log(server)
         except Exception as error:  # a row of the table, whatever it is
             kind = "" if isinstance(error, (ServerFailed, AssertionError)) else f"{type(error).__name__}: "
             data["error"] = f"{kind}{error}"
+            with self.lock:
+                self.failures += 1
             data["traceback"] = traceback.format_exc()
             if server is not None and server.log.exists():
                 data["log_end"] = server.log_end(40)
@@ -169,14 +189,22 @@ class Run:
 
     def finish(self, start: Start, data: dict[str, Any]) -> None:
         self.data[start.name] = data
-        if data.get("error", "").startswith("not run"):
-            return
         file = self.folder / f"{start.name}.json"
+        if data.get("error", "").startswith("not run"):
+            if file.exists() and not self.args.fresh:
+                self.data[start.name] = json.loads(file.read_text())  # how it failed in an earlier call
+            return
         temporary = file.with_suffix(".new")
         temporary.write_text(json.dumps(data))
         temporary.rename(file)
         if "error" in data:
             say(f"{start.name}: FAILED: {data['error'].splitlines()[0][:300]}")
+
+    def prepare(self, starts: Iterable[Start]) -> None:
+        for model in {s.model for s in starts}:
+            self.models[model] = scenarios.model_directory(model, self.work)
+        for patched in {s.patched for s in starts}:
+            self.environments.of(patched)
 
     def all(self, chosen: Mapping[str, Start]) -> None:
         todo = []
@@ -186,10 +214,7 @@ class Run:
                 todo.append(start)
             else:
                 self.data[name] = kept
-        for model in {s.model for s in todo}:
-            self.models[model] = scenarios.model_directory(model, self.work)
-        for patched in {s.patched for s in todo}:
-            self.environments.of(patched)
+        self.prepare(todo)
         say(f"{len(chosen)} servers: {len(chosen) - len(todo)} from earlier calls, {len(todo)} to start, {self.args.parallel} at a time")
         for group, width in (
             ([s for s in todo if not s.alone and s.gpus == 1], self.args.parallel),
@@ -223,6 +248,9 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def commit() -> str:
+    """TREEWY_COMMIT, for copies without git's folder; else git's name for what is checked out."""
+    if os.environ.get("TREEWY_COMMIT"):
+        return os.environ["TREEWY_COMMIT"]
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
@@ -244,13 +272,16 @@ def main(argv: list[str] | None = None) -> int:
         epilog="what follows -- goes to every server as it is",
     )  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--scenarios", nargs="+", default=["*"], metavar="GLOB", help="checks or servers by name, for instance 'f32-*' 'memory-*'")
+    parser.add_argument("--scenarios", nargs="+", default=["*"], metavar="GLOB", help="checks or servers by name, for instance 'f32-*' 'memory-*'; servers start in this order")
     parser.add_argument("--size", choices=["full", "quick"], default="full")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=N", help="other values of the size: prompts new_tokens sampled long mixed ...")
     parser.add_argument("--parallel", type=int, default=1, help="servers at a time (those that need all memory run alone)")
     parser.add_argument("--gpus", type=int, default=1, help="servers that need more are left out")
     parser.add_argument("--budget", type=float, default=0, help="seconds after which no server is started any more; 0: no limit")
     parser.add_argument("--least", type=float, default=90, help="seconds of the budget that a start must have left")
+    parser.add_argument("--give-up", type=int, default=0, metavar="N", help="start nothing more once N servers have failed; 0: go on")
+    parser.add_argument("--patience", type=float, default=15, help="seconds that a server is given to end by itself")
+    parser.add_argument("--prepare", action="store_true", help="make checkpoints and the unpatched copy that the servers need, and stop")
     parser.add_argument("--start-timeout", type=float, default=600)
     parser.add_argument("--work", default=str(ROOT / ".demo" / "matrix"))
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier calls")
@@ -268,7 +299,9 @@ def main(argv: list[str] | None = None) -> int:
     wanted = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in args.scenarios)  # noqa: E731
     rows = [c for c in scenarios.checks(possible) if wanted(c.name) or any(map(wanted, c.starts[-1:]))]
     needed = {name for c in rows for name in c.starts} | {name for name in possible if wanted(name)}
-    chosen = {name: start for name, start in possible.items() if name in needed}
+    # A budget is spent in the order of the patterns: on a row's references just before the row.
+    ahead = [name for p in args.scenarios for c in rows if fnmatch.fnmatch(c.name, p) or fnmatch.fnmatch(c.starts[-1], p) for name in c.starts]
+    chosen = {name: possible[name] for name in (*ahead, *possible) if name in needed}
     if args.list:
         for name, start in chosen.items():
             print(f"{name}: {start.mode.name}; {', '.join(start.loads)}; {start.dtype} {' '.join(start.arguments)}")
@@ -278,6 +311,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"nothing is called {' '.join(args.scenarios)} on {args.device}; see --list")
 
     run = Run(args, size)
+    if args.prepare:
+        run.prepare(chosen.values())
+        return 0
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, run.stop_all)
     run.all(chosen)
