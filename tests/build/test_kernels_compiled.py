@@ -86,11 +86,20 @@ def test_every_architecture_holds_every_kernel():
     assert set(found) == asked
     names = set().union(*found.values())
     assert {arch: sorted(names - set(of)) for arch, of in found.items()} == {arch: [] for arch in found}
-    # A kernel without room for its shared memory is compiled empty; where shared memory is largest there is none.
+    # A kernel without room for its shared memory is compiled empty, and so is, elsewhere than on 9.0, one that moves registers
+    # between warpgroups. Where shared memory is largest only the latter are.
     empty = {arch: [name for name, registers in of.items() if registers < 16] for arch, of in found.items()}
     for arch, of in empty.items():
-        assert all(name.startswith("verify_stream_kernel") for name in of), arch
-    assert not any(of for arch, of in empty.items() if arch.startswith(("sm_90", "sm_10"))), empty
+        assert all(name.startswith(("verify_stream_kernel", "verify_long_kernel")) for name in of), arch
+        assert not arch.startswith("sm_90") or not of, of
+        if arch.startswith("sm_10"):
+            assert all(moves_registers(name) for name in of), of
+
+
+def moves_registers(name: str) -> bool:
+    """Twelve consumers and a convolution, or eight producers beside 64 nodes: csrc/cuda/verify_parts.cuh, Options."""
+    tiles, conv, options = re.search(r"VerifyTileILi\d+ELi(\d+)ELb\dELb(\d)ELi(\d+)E", name).groups()
+    return bool(int(options) & 64) or (conv == "1" and bool(int(options) & 32))
 
 
 def test_nvcc_means_kernels():
