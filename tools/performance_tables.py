@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import page_parts  # noqa: E402
 
 PAGE = ROOT / "docs" / "performance.md"
-RUN = "2026-11-30-h200-c4ab29904"
+RUN = "2026-12-01-h200-3c5cd9f13"
 RESULTS = ROOT / "bench" / "results"
 DRAFTS = (("chain", 4), ("tree", 16), ("tree", 64))
 REQUESTS = (1, 4, 16, 64, 256)
@@ -105,6 +105,33 @@ def cliff() -> str:
     return markdown(["requests", "tree of 64", "tree of 128"], lines)
 
 
+SERVING_NAMES = {"treewy-chain4": "TreeWY", "snapshot-chain4": "snapshots", "replayssm-chain4": "ReplaySSM"}
+
+
+def serving_rows() -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / f"serving-{RUN}.jsonl").read_text().splitlines()]
+
+
+def serving_provenance() -> str:
+    one = lambda key: ", ".join(sorted({str(r[key]) for r in serving_rows()}))
+    return (f"Device: {one('gpu')}. Commit: {one('commit')}. SGLang {one('sglang')}. {one('model')}, {one('dtype')}, "
+            f"`--mem-fraction-static {one('mem_fraction')}`, {one('input_len')} tokens in and {one('output_len')} out, accepted length held at "
+            f"{one('accept')} (`SGLANG_SIMULATE_ACC_LEN`). {len(serving_rows())} rows, one run each.")  # fmt: skip
+
+
+def serving() -> str:
+    found = {(r["mode"], r["concurrency"]): r for r in serving_rows()}
+    lines = []
+    for n in sorted({c for _, c in found}):
+        ours = found["treewy-chain4", n]["output_tok_s"]
+        for mode, name in SERVING_NAMES.items():
+            r = found[mode, n]
+            gain = "" if mode == "treewy-chain4" else f" (TreeWY {ours / r['output_tok_s']:.2f}x)"
+            lines.append([str(n), name, f"{r['output_tok_s']:.0f}{gain}", str(r["running_max"]), f"{r['ttft_p50_ms']:.0f} / {r['ttft_p99_ms']:.0f}",
+                          f"{r['tpot_p50_ms']:.1f}"])  # fmt: skip
+    return markdown(["asked at a time", "chain of 3 drafts", "output tokens/s", "running", "time to first token, p50 / p99, ms", "time per token, ms"], lines)
+
+
 CPU_RUN = "2026-12-01-epyc-299862783655"
 
 
@@ -140,6 +167,8 @@ PARTS = {
     "exactness": exactness,
     "memory": memory,
     "cliff": cliff,
+    "serving provenance": serving_provenance,
+    "serving": serving,
     "cpu provenance": cpu_provenance,
     "cpu": cpu,
 }

@@ -143,7 +143,7 @@ template <class State, int K, int kThreads>
 struct CommitTile {
   static constexpr int kLanesPerRow = K / 4;
   static constexpr int kRowsPerThread = K == 64 ? 4 : 8;
-  static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // 64, 64, 32 rows for K 64, 128, 256
+  static constexpr int kRows = kThreads / kLanesPerRow * kRowsPerThread;  // with 256 threads 64, 64, 32 rows for K 64, 128, 256
 };
 
 template <class State, int K, int kThreads>
