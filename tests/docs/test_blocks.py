@@ -50,7 +50,7 @@ def test_few_blocks_are_not_run_and_each_says_why():
             file, _, name = reason.partition("::")
             assert f"def {name}(" in (ROOT / file).read_text(), f"{block.name}: there is no {reason}"
         if kind == "gpu":
-            assert re.search(r"nvcc|TREEWY_CUDA=1|--gpus|bench/kernels/run_all", block.text), f"{block.name} needs no GPU"
+            assert re.search(r"nvcc|TREEWY_CUDA=1|--gpus|bench/(kernels|serving)/run_all", block.text), f"{block.name} needs no GPU"
         if kind == "network":
             assert re.search(r"pip install|apt-get install|git clone|docker|podman", block.text), f"{block.name} needs no network"
     kinds = Counter(b.not_run[0] for b in left_out)
