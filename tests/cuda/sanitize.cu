@@ -77,10 +77,19 @@ struct Ints {
 
 int failures = 0;
 
-void run(int T, int draft, int K, DType act, DType st, bool fused) {
-  const int N = 3, H = 1, HV = 2, V = K, W = 4, D = 2 * H * K + HV * V, slots = 5, L = 1, Tc = T + 1, R = N + 1;
+template <class F>
+std::vector<int64_t> each_row(int N, F value) {
+  std::vector<int64_t> x(N);
+  for (int n = 0; n < N; ++n) x[n] = value(n);
+  return x;
+}
+
+// Rows 0, 1 (padding) and N - 1 are compared with the recurrence.
+void run(int T, int draft, int K, DType act, DType st, bool fused, int N = 3, int H = 1, int HV = 2) {
+  const int V = K, W = 4, D = 2 * H * K + HV * V, slots = 2 * N, L = 1, Tc = T + 1, R = N + 1;
   char name[128];
-  std::snprintf(name, sizeof name, "T=%d draft=%d K=%d act=%d state=%d %s", T, draft, K, int(act), int(st), fused ? "conv" : "plain");
+  std::snprintf(name, sizeof name, "N=%d T=%d H=%d HV=%d draft=%d K=%d act=%d state=%d %s", N, T, H, HV, draft, K, int(act), int(st),
+                fused ? "conv" : "plain");
   Buffer mixed(size_t(N) * T * D, act, 1.f), a(size_t(N) * T * HV, act, 1.f), b(size_t(N) * T * HV, act, 1.f);
   Buffer A_log(HV, DType::kFloat32, 0.5f, 0.5f), dt_bias(HV, DType::kFloat32, 0.5f, -3.f);
   Buffer weight(size_t(D) * W, act, 0.5f), bias(D, act, 0.1f), conv_state(size_t(L) * slots * D * (W - 1), act, 1.f);
@@ -100,8 +109,9 @@ void run(int T, int draft, int K, DType act, DType st, bool fused) {
   }
   Ints<int32_t> parents(tree), next(child), side(sibling), linked(std::vector<int32_t>(tree.size(), 7));
   Ints<int32_t> words(std::vector<int32_t>(tree.size() * ((T + 31) / 32), 7));
-  Ints<int64_t> errors(std::vector<int64_t>(kErrorKinds, 0)), slot({4, -1, 1}), accepted({T - 1, 0, int64_t(rng() % T)});
-  Ints<int64_t> track_slot({0, -1, 3}), track_node({0, 0, -1});
+  Ints<int64_t> errors(std::vector<int64_t>(kErrorKinds, 0)), slot(each_row(N, [](int n) { return int64_t(n == 1 ? -1 : 2 * n + 1); }));
+  Ints<int64_t> accepted(each_row(N, [&](int n) { return int64_t(n == 0 ? T - 1 : n == 1 ? 0 : rng() % T); }));
+  Ints<int64_t> track_slot(each_row(N, [](int n) { return int64_t(n == 1 ? -1 : 2 * n); })), track_node(each_row(N, [](int n) { return int64_t(n == 0 ? 0 : -1); }));
 
   VerifyParams p;
   p.N = N, p.T = T, p.H = H, p.HV = HV, p.K = K, p.V = V, p.slots = slots, p.scale = 1.f / std::sqrt(float(K));
@@ -166,7 +176,7 @@ void run(int T, int draft, int K, DType act, DType st, bool fused) {
   for (int64_t e : errors.host)
     if (e) ++failures, std::printf("%s: an error was counted\n", name);
   double worst = 0, worst_state = 0;
-  for (int n = 0; n < N; ++n) {
+  for (int n = 0; n < N; n = n < 2 ? (n == 1 && N > 2 ? N - 1 : n + 1) : n + 1) {
     const int64_t where = slot.host[n];
     if (where < 0) {
       for (size_t i = 0; i < size_t(T) * HV * V; ++i)
@@ -189,6 +199,7 @@ void run(int T, int draft, int K, DType act, DType st, bool fused) {
       return double(load(rounded, act, 0));
     };
     for (int h = 0; h < HV; ++h) {
+      const int kh = h / (HV / H);
       std::vector<std::vector<double>> S(T);
       double error = 0, size = 0;
       for (int t = 0; t < T; ++t) {
@@ -197,7 +208,7 @@ void run(int T, int draft, int K, DType act, DType st, bool fused) {
         for (size_t i = 0; i < from.size(); ++i) from[i] = parent < 0 ? before[(size_t(where) * HV + h) * V * K + i] : S[parent][i];
         std::vector<double> q(K), key(K);
         double qq = 1e-6, kk = 1e-6;
-        for (int i = 0; i < K; ++i) q[i] = value(t, i), key[i] = value(t, H * K + i), qq += q[i] * q[i], kk += key[i] * key[i];
+        for (int i = 0; i < K; ++i) q[i] = value(t, kh * K + i), key[i] = value(t, (H + kh) * K + i), qq += q[i] * q[i], kk += key[i] * key[i];
         const size_t gate = (size_t(n) * T + t) * HV + h;
         const double x = double(a[gate]) + dt_bias[h], decay = std::exp(-std::exp(double(A_log[h])) * (x > 20 ? x : std::log1p(std::exp(x))));
         const double beta = 1 / (1 + std::exp(-double(b[gate])));
@@ -244,6 +255,17 @@ int main(int argc, char** argv) {
         const int K = (i + draft) % 4 < 2 ? 128 : (i + draft) % 4 == 2 ? 64 : 256;
         run(sizes[i], draft, K, types[(i + draft + fused) % 3], types[(i + 2 * draft + 1) % 3], fused);
       }
+  }
+  // Large batches take other kernels: heads in pairs, rows that heads share. REQUESTS 0: none; by default one a multiprocessor.
+  int requests = argc > 2 ? std::atoi(argv[2]) : -1;
+  if (requests < 0) CHECK(cudaDeviceGetAttribute(&requests, cudaDevAttrMultiProcessorCount, 0));
+  const int batch_sizes[] = {3, 8, 9, 16, 20, 32, 33, 56, 64};
+  for (int i = 0; requests > 0 && i < int(sizeof batch_sizes / sizeof *batch_sizes); ++i) {
+    if (batch_sizes[i] > most) continue;
+    for (int fused = 0; fused < 2; ++fused, ++cases) {
+      const bool many = (i + fused) % 2;
+      run(batch_sizes[i], 1 + i % 2, 128, i % 2 ? DType::kBFloat16 : DType::kFloat16, types[(i + 1 + fused) % 3], fused, requests, many ? 2 : 1, many ? 8 : 2);
+    }
   }
   std::printf("sanitize: %d cases, %d failures\n", cases, failures);
   return failures ? 1 : 0;

@@ -218,6 +218,41 @@ def test_ten_repeats_at_real_shapes_are_bit_equal(gpu, H, HV, N, T):
             assert_same_bits(b, a, name=f"{name} of a repeat")
 
 
+@pytest.mark.parametrize("conv", [False, True], ids=["plain", "conv"])
+@pytest.mark.parametrize("H,HV", [(1, 2), (2, 8), (1, 3)])
+@pytest.mark.parametrize("T", [4, 8, 16, 17, 32, 33, 64])
+def test_a_large_batch_gives_what_its_requests_give_alone(gpu, T, H, HV, conv):
+    """From one request a multiprocessor on, heads are prepared in pairs and rows shared; alone a request takes neither way."""
+    N = torch.cuda.get_device_properties(gpu).multi_processor_count + 3
+    x = fresh(make_inputs(N=N, T=T, H=H, HV=HV, conv=conv, padding=(1,), act=BF16, device=gpu))
+    before = fresh(x)
+    stash, out = buffers(x, conv)
+    step(x, stash, out, conv)
+    out = out.reshape(N, T, HV, 128)
+    assert not out[1].any(), "outputs of a padded row"
+    for n in (0, 2, N // 2, N - 1):
+        few = [n, 1]
+        tokens = torch.cat([torch.arange(i * T, (i + 1) * T, device=gpu) for i in few])
+        pick = lambda t: None if t is None else t[tokens]
+        one = dataclasses.replace(
+            fresh(before), N=2, trees=[x.trees[i] for i in few], q=pick(before.q), k=pick(before.k), v=pick(before.v), a=pick(before.a),
+            b=pick(before.b), state_indices=before.state_indices[few], accepted=before.accepted[few],
+            parents=None if before.parents is None else before.parents[few],
+            **({"mixed_qkv": pick(before.mixed_qkv)} if conv else {}),
+        )  # fmt: skip
+        one_stash, one_out = buffers(one, conv)
+        step(one, one_stash, one_out, conv)
+        slot = int(before.state_indices[n])
+        for name, mine, alone, limit in (
+            ("u", stash.u[0, n, :, :T], one_stash.u[0, 0, :, :T], 1e-5),
+            ("out", out[n], one_out.reshape(2, T, HV, 128)[0], 1e-2),
+            ("state", x.pool[0, slot], one.pool[0, slot], 1e-5),
+        ):
+            mine, alone = mine.double(), alone.double()
+            error = float((mine - alone).norm() / alone.norm())
+            assert error < limit, f"{name} of request {n}: differs by {error:.1e}"
+
+
 def test_a_tensor_on_another_device_is_refused(gpu):
     x = make_inputs(N=2, T=3, device=gpu)
     stash, out = buffers(x, False)
