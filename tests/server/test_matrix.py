@@ -10,7 +10,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from matrix import drift, runner, scenarios, verdicts
+from matrix import drift, refusals, runner, scenarios, verdicts
 from matrix.loads import LOADS, QUICK
 from matrix.verdicts import Missed
 from server_harness import ROOT
@@ -153,7 +153,6 @@ def test_what_argparse_says_is_part_of_a_refusal(monkeypatch):
     import argparse
     import types
 
-    from matrix import refusals
 
     def prepare_server_args(words):
         argparse.ArgumentParser(prog="server").parse_args(words)
@@ -250,8 +249,29 @@ def test_a_signal_stops_the_servers_too(tmp_path, monkeypatch):
     assert sleeper.wait(10) == -9 and ended == [143]
 
 
+def test_on_cuda_no_command_line_is_parsed_in_a_fork(monkeypatch, tmp_path):
+    """What looks at the device before a fork leaves the child without CUDA: every case has an interpreter of its own."""
+    asked = []
+
+    def ask(command, **_):
+        names = command[command.index(str(tmp_path / "config-dense")) + 1 :]
+        asked.append(names)
+        return SimpleNamespace(returncode=0, stdout=json.dumps({n: n for n in names}), stderr="")
+
+    monkeypatch.setattr(refusals.subprocess, "run", ask)
+    found = refusals.run("cuda", tmp_path, tmp_path, {})
+    assert sorted(asked) == sorted([n] for n in refusals.cases("cuda"))
+    assert found == {n: n for n in refusals.cases("cuda")}
+    monkeypatch.setattr(refusals, "parse", lambda words: "parsed here")
+    monkeypatch.setattr(refusals, "in_a_fork", lambda words: pytest.fail("forked"))
+    for module in ("sglang.srt.configs.model_config", "sglang.srt.layers.quantization", "sglang.srt.server_args"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    for package in ("sglang", "sglang.srt", "sglang.srt.configs", "sglang.srt.layers"):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(__path__=[]))
+    refusals.main(["cuda", "model", "dense", "replayssm"])
+
+
 def test_refusals_are_judged_by_their_words():
-    from matrix import refusals
 
     right = {name: " ".join(words) or None for name, (_, words) in refusals.cases("cuda").items()}
     assert refusals.wrong(right, "cuda") == []

@@ -1,10 +1,11 @@
 """What --enable-treewy refuses, given as command lines to SGLang itself: each ends before a weight is loaded, with its sentence.
 
-SGLang is imported once; every command line is parsed in a process forked off.
+On CPU SGLang is imported once and every command line is parsed in a process forked off; on CUDA each has an interpreter.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -102,8 +103,9 @@ def in_a_fork(words: list[str], patience: float = 60.0) -> str | None:
         return json.loads(file.read_text()) if file.exists() else "the process ended without a word"
 
 
-def run(device: str, model: Path, work: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Answers of all cases by name, from one process of its own."""
+def run(device: str, model: Path, work: Path, environment: Mapping[str, str], at_once: int = 5) -> dict[str, Any]:
+    """Answers of all cases by name. On CPU from one process that forks; on CUDA, which a fork cannot use once SGLang has
+    looked at the device, from an interpreter a case, `at_once` side by side."""
     dense = work / "config-dense"
     dense.mkdir(parents=True, exist_ok=True)
     (dense / "config.json").write_text(json.dumps(DENSE))
@@ -113,27 +115,39 @@ def run(device: str, model: Path, work: Path, environment: Mapping[str, str]) ->
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parents[1]), env.get("PYTHONPATH", "")])
     if device == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
-    done = subprocess.run([sys.executable, "-c", code, device, str(model), str(dense)], env=env, capture_output=True, text=True, timeout=600)
-    if done.returncode != 0:
-        raise AssertionError(f"refusals ended with {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+
+    def ask(*names: str) -> dict[str, Any]:
+        command = [sys.executable, "-c", code, device, str(model), str(dense), *names]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+        if done.returncode != 0:
+            raise AssertionError(f"refusals ended with {done.returncode}: {done.stderr[-2000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    if device == "cpu":
+        return ask()
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        return {name: text for found in pool.map(ask, cases(device)) for name, text in found.items()}
 
 
 def main(argv: list[str]) -> None:
-    # Once, before the forks; resolving arguments imports the rest, none of which touches a GPU.
+    """DEVICE MODEL DENSE [NAME]: one case here, or all of them, each in a fork."""
+    # Once, before the forks; on CPU resolving arguments imports the rest, none of which touches a device.
     import sglang.srt.configs.model_config  # noqa: F401
     import sglang.srt.layers.quantization  # noqa: F401
     import sglang.srt.server_args  # noqa: F401
 
-    device, model, dense = argv
+    device, model, dense, *names = argv
     out = {}
     for name, (words, _) in cases(device).items():
+        if names and name not in names:
+            continue
         path = dense if name == "no linear layers" else model
         dtype = [] if "--dtype" in words else ["--dtype", "float32" if device == "cpu" else "bfloat16"]
         # Not the backend that SGLang takes by itself on Hopper: it refuses some of these before TreeWY is asked.
         backend = ["--attention-backend", "triton"] if device == "cuda" else []
         print(name, file=sys.stderr, flush=True)
-        out[name] = in_a_fork(["--model-path", path, "--device", device, "--skip-tokenizer-init", *dtype, *backend, *words])
+        line = ["--model-path", path, "--device", device, "--skip-tokenizer-init", *dtype, *backend, *words]
+        out[name] = parse(line) if names else in_a_fork(line)
     print(json.dumps(out), flush=True)
 
 
