@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -28,8 +29,8 @@ def test_splits_are_found_and_judged_by_their_gap():
     reference[1]["gaps"] = [2.0, 0.1, 3.0]
     got = answers([1, 2, 3], [4, 9, 6], [7, 8, 8])
     found = verdicts.splits(reference, got, tie=0.25)
-    assert found == {"answers": 3, "split": 2, "compared": 3 + 2 + 3, "gap": math.inf, "wide": [[2, 2, math.inf]]}
-    assert verdicts.splits(reference, reference, 0.0)["split"] == 0
+    assert found == {"answers": 3, "split": 2, "compared": 3 + 2 + 3, "gaps": [0.1, math.inf], "gap": math.inf, "wide": [[2, 2, math.inf]]}
+    assert verdicts.splits(reference, reference, 0.0)["gap"] == verdicts.splits(reference, reference, 0.0)["split"] == 0
     with pytest.raises(Missed, match="2 answers beside 3"):
         verdicts.splits(reference, got[:2], 0.25)
 
@@ -49,6 +50,30 @@ def test_how_often_answers_split_is_compared_with_its_noise(ours, theirs, fine):
     else:
         with pytest.raises(Missed, match="more frequent"):
             verdicts.no_more_frequent(a, b)
+
+
+def test_how_wide_splits_are_is_compared_with_another_mode():
+    draw = random.Random(4)
+    narrow, wide = ([draw.random() * scale for _ in range(40)] for scale in (0.2, 0.6))
+    found = lambda gaps: {"gaps": gaps, "gap": max(gaps, default=0.0), "split": len(gaps)}  # noqa: E731
+    assert verdicts.no_wider(found(narrow), found(wide)) > 0.5 and verdicts.no_wider(found(wide), found(wide)) >= 0.5
+    assert verdicts.no_wider(found([]), found([])) == 1.0
+    with pytest.raises(Missed, match="wider: up to 0.[45]"):
+        verdicts.no_wider(found(wide), found(narrow))
+    with pytest.raises(Missed, match="the other has none"):
+        verdicts.no_wider(found([0.1]), found([]))
+
+
+def test_near_ties_are_judged_strictly_and_beside_snapshots():
+    plain, ours = answers([1, 2, 3], [4, 5], gaps=0.5), answers([1, 2, 9], [4, 5], gaps=0.5)
+    data = {name: {"greedy": {"answers": a, "accepted": 2.0}} for name, a in (("bf16-plain", plain), ("bf16-chain3-snapshots", ours), ("bf16-chain3", ours))}
+    judged = lambda check: runner.judge(check, data, QUICK)  # noqa: E731
+    beside = scenarios.near("bf16-plain", "bf16-chain3", "bfloat16", ("bf16-chain3-snapshots", "bf16-plain"))
+    assert judged(beside)["outcome"] == "ok" and beside.starts == ("bf16-plain", "bf16-chain3", "bf16-chain3-snapshots", "bf16-plain")
+    assert judged(scenarios.near("bf16-plain", "bf16-chain3", "bfloat16"))["outcome"] == "MISSED"
+    assert judged(scenarios.near_ties("chain3"))["outcome"] == "ok"
+    data["bf16-chain3"] = {"greedy": {"answers": plain, "accepted": 2.0}}
+    assert judged(beside)["outcome"] == "ok" and judged(scenarios.near_ties("chain3"))["outcome"] == "MISSED"
 
 
 def draw_samples(seed, count, weights, copy=0.0):
@@ -150,23 +175,19 @@ def test_no_buffer_comes_without_the_overlap_scheduler():
 
 
 def test_what_argparse_says_is_part_of_a_refusal(monkeypatch):
-    import argparse
-    import types
-
-
     def prepare_server_args(words):
         argparse.ArgumentParser(prog="server").parse_args(words)
 
-    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", types.SimpleNamespace(prepare_server_args=prepare_server_args))
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", SimpleNamespace(prepare_server_args=prepare_server_args))
     assert "unrecognized arguments: --dtype float64" in refusals.parse(["--dtype", "float64"])
     assert refusals.parse([]) is None
 
 
 def test_every_demand_has_a_row():
     rows = "\n".join(r.name for r in scenarios.checks(scenarios.starts()))
-    for demand in ("f32-tree64-extra_buffer = ", "f32-ngram16-retract = ", "splits as rare as with snapshots", "drift-tree16",
+    for demand in ("f32-tree64-extra_buffer = ", "f32-ngram16-retract = ", "bf16-chain3-flashinfer ~ bf16-plain", "bf16-tree16: parts from snapshots at near ties only", "drift-tree16",
                    "acceptance stays flat, tokens equal", "sampled-tree16: chi-square", "memory-64: state slots at least 70%",
-                   "memory-4: state slots at least 97%", "-tp2 ~ ", "everything is free at the end", "patched = unpatched",
+                   "memory-4: state slots at least 97%", "f32-tree16-tp2 = ", "everything is free at the end", "patched = unpatched",
                    "adaptive", "no-cuda-graph", "no-overlap", "no-radix", "chunked", "flashinfer", "grammar-tree16", "qwen35-moe"):  # fmt: skip
         assert demand in rows, demand
 
@@ -272,7 +293,6 @@ def test_on_cuda_no_command_line_is_parsed_in_a_fork(monkeypatch, tmp_path):
 
 
 def test_refusals_are_judged_by_their_words():
-
     right = {name: " ".join(words) or None for name, (_, words) in refusals.cases("cuda").items()}
     assert refusals.wrong(right, "cuda") == []
     changed = {**right, "nothing wrong": "refused", "replayssm": None, "float32": "no", "pdmux": "x pdmux"}

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Collection, Iterator, Mapping
 
 from server_harness import ROOT, copy_of_sglang, installed, path_environment, treewy, wait_idle
 
@@ -200,7 +200,7 @@ class Run:
         if "error" in data:
             say(f"{start.name}: FAILED: {data['error'].splitlines()[0][:300]}")
 
-    def prepare(self, starts: Iterable[Start]) -> None:
+    def prepare(self, starts: Collection[Start]) -> None:
         for model in {s.model for s in starts}:
             self.models[model] = scenarios.model_directory(model, self.work)
         for patched in {s.patched for s in starts}:

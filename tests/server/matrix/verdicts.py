@@ -29,20 +29,21 @@ def first_difference(got: Sequence[int], expected: Sequence[int]) -> int | None:
 
 
 def splits(reference: Sequence[Mapping], answers: Sequence[Mapping], tie: float) -> dict[str, Any]:
-    """How answers leave a reference: {"answers", "split", "compared" tokens up to and with the split, "gap" the widest
-    decision of the reference that was turned around, "wide" those wider than `tie`: [answer, token, gap]}."""
+    """How answers leave a reference: {"answers", "split", "compared" tokens up to and with the split, "gaps" of the decisions
+    of the reference that were turned around, "gap" the widest, "wide" those wider than `tie`: [answer, token, gap]}."""
     need(len(reference) == len(answers) > 0, f"{len(answers)} answers beside {len(reference)} of the reference")
-    split, compared, widest, wide = 0, 0, 0.0, []
+    compared, gaps, wide = 0, [], []
     for i, (r, a) in enumerate(zip(reference, answers)):
         at = first_difference(a["tokens"], r["tokens"])
         if at is None:
             compared += len(r["tokens"])
             continue
         gap = r["gaps"][at] if at < len(r["gaps"]) else math.inf
-        split, compared, widest = split + 1, compared + at + 1, max(widest, gap)
+        compared += at + 1
+        gaps.append(gap)
         if gap > tie:
             wide.append([i, at, gap])
-    return {"answers": len(answers), "split": split, "compared": compared, "gap": widest, "wide": wide}
+    return {"answers": len(answers), "split": len(gaps), "compared": compared, "gaps": gaps, "gap": max(gaps, default=0.0), "wide": wide}
 
 
 def without_near_ties(reference: Sequence[Mapping], tie: float, count: int) -> list[int]:
@@ -59,6 +60,18 @@ def no_more_frequent(ours: Mapping, theirs: Mapping, level: float = 0.01) -> flo
     share = ours["compared"] / (ours["compared"] + theirs["compared"])
     p = sum(math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(ours["split"], total + 1))
     need(p >= level, f"splits are more frequent: {ours['split']} in {ours['compared']} tokens, {theirs['split']} in {theirs['compared']} (p = {p:.2g})")  # fmt: skip
+    return p
+
+
+def no_wider(ours: Mapping, theirs: Mapping, level: float = 0.01) -> float:
+    """p of "the decisions that we turn around are not wider than theirs", Mann-Whitney, one-sided. Missed below `level`."""
+    from scipy.stats import mannwhitneyu
+
+    if not ours["gaps"]:
+        return 1.0
+    need(bool(theirs["gaps"]), f"{ours['split']} splits, widest {ours['gap']:.3g}, where the other has none")
+    p = float(mannwhitneyu(ours["gaps"], theirs["gaps"], alternative="greater").pvalue)
+    need(p >= level, f"splits are wider: up to {ours['gap']:.3g}, the other's up to {theirs['gap']:.3g} (p = {p:.2g})")
     return p
 
 
