@@ -8,7 +8,7 @@ namespace treewy {
 namespace cuda {
 namespace {
 
-// Asked once per device; both numbers packed in one word so that concurrent first calls are harmless.
+// Asked once per device; all facts packed in one word so that concurrent first calls are harmless.
 cudaError_t device_facts(DeviceFacts& f) {
   constexpr int kDevices = 64;
   static std::atomic<uint64_t> known[kDevices];
@@ -58,14 +58,13 @@ bool fits_tensor_cores(const VerifyParams& p) {
 BlockShape choose_shape(const VerifyParams& p, int multiprocessors) {
   int warps = p.V / 16 < 8 ? p.V / 16 : 8;
   const int64_t slabs = static_cast<int64_t>(p.N) * p.HV * (p.V / 16);
-  while (warps > 2 && slabs / warps < 2 * multiprocessors) warps /= 2;
   if (p.T > 16) {
     // Preparation is most of a long draft's work: eight warps do it, and it is done again for other channels only while
     // that finds idle multiprocessors. 256 threads of 255 registers: one block a multiprocessor.
-    int solvers = p.V / 16 < 8 ? p.V / 16 : 8;
-    while (solvers > 2 && slabs / (solvers / 2) <= multiprocessors) solvers /= 2;
-    return {8, solvers};
+    while (warps > 2 && slabs / (warps / 2) <= multiprocessors) warps /= 2;
+    return {8, warps};
   }
+  while (warps > 2 && slabs / warps < 2 * multiprocessors) warps /= 2;
   return {warps, warps};
 }
 

@@ -16,10 +16,8 @@ struct LongStream {
   static constexpr int kBuffers = 2;  // of rows, and of what belongs to a value head
   static constexpr int kBarrierBytes = 128 + kConsumers * 32;  // and a parking place a consumer
   static constexpr int kStateBytes = kConsumers * StateFragments<Tile>::kBytes;
-  static constexpr int kSpan = 8 * Tile::NT;
-  static constexpr int kRawBytes = (kSpan + (Tile::kConv ? 8 : 0)) * 512;
-  static constexpr int kRawValueBytes = Tile::kConv ? (kSpan + 4) * 32 : 0;
-  static constexpr int kRowBytes = Prep<Tile>::row_bytes(kSpan), kRestBytes = Prep<Tile>::rest_bytes(kSpan);
+  static constexpr int kRawBytes = RawRows<Tile>::kBytes, kRawValueBytes = RawRows<Tile>::kValueBytes;
+  static constexpr int kRowBytes = Prep<Tile>::row_bytes(8 * Tile::NT), kRestBytes = Prep<Tile>::rest_bytes(8 * Tile::NT);
   static constexpr int kBytes = kBarrierBytes + kStateBytes + kBuffers * (kRowBytes + kRestBytes) + kRawBytes + kConsumers * kRawValueBytes;
   static constexpr bool kThere = kBytes <= kSharedLimit && (kMovesRegisters || !Tile::kRich);
   static_assert(Tile::kFixed && Tile::K == 128 && Tile::kChunks == 1, "");
@@ -137,7 +135,6 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
   } else {
     if constexpr (Tile::kRich) give_registers<S::kProducerRegisters>();
     const int gw = warp - S::kConsumers;
-    const int kind = lane >> 4, i = lane & 15;
     auto sync = [&] { barrier_sync(1, S::kProducers * 32); };
     using Input = ProducerInput<Tile, S::kProducers>;
     uint4* raw_rows = reinterpret_cast<uint4*>(raws) + lane;  // rows of 32 words
@@ -170,37 +167,7 @@ __global__ void __launch_bounds__(LongStream<Tile>::kThreads, 1)
       here.next(q, false);
       if (!skip) {
         if (gw == S::kProducers - 1) prepare_gates<Tile>(p, now.n, now.hv, now.part() == 0, s, lane, in.gates);
-        if (stages) {
-          uint4 weight[Tile::kConv ? 4 : 1], bias = make_uint4(0u, 0u, 0u, 0u);
-          if constexpr (Tile::kConv) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) weight[j] = raw_rows[(s.span() + 3 + j) * 32];
-            if (p.conv_bias != nullptr) bias = raw_rows[(s.span() + 7) * 32];
-          }
-#pragma unroll 1
-          for (int t = gw; t < s.Tpad; t += S::kProducers) {
-            if (t >= p.T) {
-              stage_zero_row<Tile>(s, kind, t, i);
-              continue;
-            }
-            uint4 raw = raw_rows[t * 32];
-            if constexpr (Tile::kConv) {
-              if (writes_k)
-                *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.stash.conv) + now.n * p.stash.conv_stride_row + t * p.stash.conv_stride_node +
-                                          (kind == 0 ? p.H * K : 0) + h * K + i * 8) = raw;
-              uint4 taps[4];
-              taps[0] = raw;
-              int node = t;
-#pragma unroll
-              for (int j = 1; j < 4; ++j) {
-                node = node >= 0 ? s.parent[node] : node - 1;
-                taps[j] = raw_rows[(node >= 0 ? node : s.span() - 1 - node) * 32];
-              }
-              raw = convolve8(taps, weight, bias, act_bf16);
-            }
-            stage_row<Tile>(p, now.n, h, writes_k, s, kind, t, i, raw, act_bf16);
-          }
-        }
+        if (stages) stage_raw_rows<Tile, S::kProducers>(p, now.n, h, writes_k, s, raw_rows, gw, lane, act_bf16);
       }
       in.load(p, q, here, gw, lane);
       sync();
@@ -224,7 +191,6 @@ int launch_verify_long(const VerifyParams& p, const DeviceFacts& device, cudaStr
   static std::atomic<uint64_t> allowed{0};
   if (S::kBytes > device.shared_limit || (Tile::kRich && !device.moves_registers)) return cudaErrorNotSupported;
   StreamLaunch q{};
-  q.vector_old = Tile::kConv && old_columns_in_rows(p);
   int blocks = 0;
   if (!plan_stream(p, device.multiprocessors, 1, q, blocks)) return cudaErrorInvalidConfiguration;
   if (Tile::kShare) {

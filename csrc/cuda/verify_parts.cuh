@@ -58,6 +58,16 @@ __device__ __forceinline__ void split(float x, float y, uint32_t& hi, uint32_t& 
   float2 h = __half22float2(*reinterpret_cast<__half2*>(&hi));
   lo = f16x2(x - h.x, y - h.y);
 }
+// c[m] = (hi + lo)(w[m] hi + w[m] lo) without the product of the low parts; w holds hi, hi, lo, lo. The chains take turns.
+template <int kCount>
+__device__ __forceinline__ void multiply_split(float (&c)[kCount][4], const uint32_t (&hi)[4], const uint32_t (&lo)[4], const uint4 (&w)[kCount]) {
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) mma_first(c[m], lo, w[m].x, w[m].y);
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) mma(c[m], hi, w[m].z, w[m].w);
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) mma(c[m], hi, w[m].x, w[m].y);
+}
 // Power of two that brings m into [2^14, 2^15), and its inverse; exact, clamped away from subnormals.
 __device__ __forceinline__ void pow2_scale(float m, float& scale, float& inverse) {
   int e = max(static_cast<int>(__float_as_uint(m) >> 23), 27);
@@ -211,10 +221,10 @@ struct StateFragments {
     finish(cq, part[1]);
   }
 
-  // c += (16 rows of the state chunk) x (8 rows of k or q), for short drafts, which have the registers for four chains a product.
+  // c += (16 rows of the state chunk) x (8 rows of k or q), for short drafts, which have the registers for a chain a pair of steps.
   __device__ __forceinline__ void multiply(float (&c)[4], const uint4* b, int lane, int chunk) const {
-    constexpr int kPairs = kSteps / 2, kChains = kPairs;
-    float part[kChains][4];
+    constexpr int kPairs = kSteps / 2;
+    float part[kPairs][4];
     const int odd = (lane >> 2) & 1;
     uint4 w[kPairs];
 #pragma unroll
@@ -224,15 +234,15 @@ struct StateFragments {
 #pragma unroll
       for (int s = 0; s < 2 * kPairs; ++s) {
         const int step = 2 * (s % kPairs) + s / kPairs;  // chains take turns
-        float (&to)[4] = part[s % kPairs % kChains];
+        float (&to)[4] = part[s % kPairs];
         const uint32_t b0 = s / kPairs ? w[s % kPairs].z : w[s % kPairs].x, b1 = s / kPairs ? w[s % kPairs].w : w[s % kPairs].y;
         if (pass == 0) {
-          if (s < kChains) {
+          if (s < kPairs) {
             mma_first(to, lo[Tile::kHalfState ? 0 : step], b0, b1);
           } else {
             mma(to, lo[Tile::kHalfState ? 0 : step], b0, b1);
           }
-        } else if (Tile::kHalfState && s < kChains) {
+        } else if (Tile::kHalfState && s < kPairs) {
           mma_first(to, hi[step], b0, b1);
         } else {
           mma(to, hi[step], b0, b1);
@@ -681,7 +691,7 @@ __device__ __forceinline__ void prepare_coefficients(const Prep<Tile>& s, int T,
       }
       const int j0 = jn * 8 + q4 * 2;
       const float2 rj = *reinterpret_cast<const float2*>(s.rk + j0);
-      float pk[2 * kBlockTiles], pq[2 * kBlockTiles];  // k.k and k.q with both norms, 0 for what is no ancestor; entries (t = g, j0), (g, j0+1), (g+8, j0), (g+8, j0+1)
+      float pk[2 * kBlockTiles], pq[2 * kBlockTiles];  // k.k of earlier nodes and k.q, with both norms; entries (t = g, j0), (g, j0+1), (g+8, j0), (g+8, j0+1)
       bool ancestor[2 * kBlockTiles];
 #pragma unroll
       for (int r = 0; r < kBlockTiles; ++r) {
@@ -972,12 +982,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
         float c[4][4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) w[m] = pair[(m & 1) * 64 + (m >> 1) * 32];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) mma_first(c[m], u_lo[jb], w[m].x, w[m].y);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) mma(c[m], u_hi[jb], w[m].z, w[m].w);
-#pragma unroll
-        for (int m = 0; m < 4; ++m) mma(c[m], u_hi[jb], w[m].x, w[m].y);
+        multiply_split(c, u_hi[jb], u_lo[jb], w);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -1031,12 +1036,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       {
         const uint4 w[2] = {inv[0], inv[32]};
         float c[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) mma_first(c[i], x_lo, w[i].x, w[i].y);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) mma(c[i], x_hi, w[i].z, w[i].w);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) mma(c[i], x_hi, w[i].x, w[i].y);
+        multiply_split(c, x_hi, x_lo, w);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -1052,12 +1052,7 @@ __device__ __forceinline__ bool solve_rows(const VerifyParams& p, int n, int hv,
       {
         const uint4 w[2] = {inv[64], inv[96]};
         float c[2][4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) mma_first(c[i], ul, w[i].x, w[i].y);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) mma(c[i], uh, w[i].z, w[i].w);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) mma(c[i], uh, w[i].x, w[i].y);
+        multiply_split(c, uh, ul, w);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll

@@ -8,6 +8,14 @@
 namespace treewy {
 namespace cuda {
 
+// Raw rows of an item in shared memory, 512 bytes each: k and q of the nodes and, with a convolution, what its taps need of the
+// same channels: three older columns, the weights, the bias. Raw v columns of a consumer's 16 channels, 32 bytes a node.
+template <class Tile>
+struct RawRows {
+  static constexpr int kOld = 8 * Tile::NT, kWeight = kOld + 3, kBias = kWeight + 4;
+  static constexpr int kBytes = (Tile::kConv ? kBias + 1 : kOld) * 512, kValueBytes = Tile::kConv ? (kOld + 4) * 32 : 0;
+};
+
 template <class Tile>
 struct Stream {
   static constexpr int NT = Tile::NT, kHeads = Tile::kHeads;
@@ -28,11 +36,8 @@ struct Stream {
   static constexpr int kStages = kMany ? 1 : 2;  // state tiles on their way a consumer
   static constexpr int kBarrierBytes = 128 + (kMany ? kConsumers * 64 : 0);  // 2 kBuffers mbarriers; units parked
   static constexpr int kStateBytes = kConsumers * kStages * StateFragments<Tile>::kBytes;
-  // Raw k and q rows of a group's item, with the three older columns of a convolution, its weights and its bias behind; raw v
-  // columns of a consumer.
-  static constexpr int kSpan = 8 * NT;
-  static constexpr int kRawBytes = (kSpan + (Tile::kConv ? 8 : 0)) * 512, kRawValueBytes = Tile::kConv ? (kSpan + 4) * 32 : 0;
-  static constexpr int kPrepBytes = Prep<Tile>::bytes(kSpan);
+  static constexpr int kRawBytes = RawRows<Tile>::kBytes, kRawValueBytes = RawRows<Tile>::kValueBytes;  // of a group; of a consumer
+  static constexpr int kPrepBytes = Prep<Tile>::bytes(8 * NT);
   static constexpr int kBytes = kBarrierBytes + kStateBytes + kBuffers * kPrepBytes + kGroups * kRawBytes + kConsumers * kRawValueBytes;
   // Compiled empty where shared memory or registers are missing; the launcher does not come here then.
   static constexpr bool kThere = kBytes <= kSharedLimit && (kMovesRegisters || !kNeedsRegisters);
@@ -153,6 +158,7 @@ __device__ __forceinline__ int checked_slot(const VerifyParams& p, const RawSlot
 // Everything a producer warp reads from memory for one item, on its way while the item before is being prepared.
 template <class Tile, int kGroup = Stream<Tile>::kGroup>
 struct ProducerInput {
+  using Raw = RawRows<Tile>;
   RawSlot raw_slot;
   int parent;
   GateInput<Tile> gates[Tile::kHeads];
@@ -190,23 +196,23 @@ struct ProducerInput {
     if constexpr (Tile::kConv) {
       if (gw == 0) {
         const int channel = (is_k ? p.H * K : 0) + h * K + i * 8;
-        const uint32_t behind = shared_address(rows) + Prep<Tile>::span_of(p.T) * 512;
+        auto row = [&](int at) { return shared_address(rows) + at * 512; };
         if (q.vector_old && slot >= 0) {
           const uint16_t* at = static_cast<const uint16_t*>(p.conv_state) + slot * p.conv_state_stride_slot + channel * 3;
 #pragma unroll
-          for (int j = 0; j < 3; ++j) copy_async<16>(behind + j * 512, at + j * 8);
+          for (int j = 0; j < 3; ++j) copy_async<16>(row(Raw::kOld + j), at + j * 8);
         }
         const uint16_t* w = static_cast<const uint16_t*>(p.conv_weight) + channel * 4;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) copy_async<16>(behind + (3 + j) * 512, w + j * 8);
-        if (p.conv_bias != nullptr) copy_async<16>(behind + 7 * 512, static_cast<const uint16_t*>(p.conv_bias) + channel);
+        for (int j = 0; j < 4; ++j) copy_async<16>(row(Raw::kWeight + j), w + j * 8);
+        if (p.conv_bias != nullptr) copy_async<16>(row(Raw::kBias), static_cast<const uint16_t*>(p.conv_bias) + channel);
       }
     }
     copy_commit();
   }
   // The older columns of this lane's eight channels, the newest first, to where the taps look for them. Raw rows must be there.
   __device__ __forceinline__ static void place_old(const VerifyParams& p, const StreamLaunch& q, const Cursor& c, int slot, int lane, uint4* rows) {
-    uint4* behind = rows + Prep<Tile>::span_of(p.T) * 32;
+    uint4* behind = rows + Raw::kOld * 32;
     const int h = c.hv * Tile::kHeads / q.heads_per_key;
     if (slot < 0) return;
     uint32_t column[3][4];
@@ -241,6 +247,45 @@ struct ProducerInput {
     for (int j = 0; j < 3; ++j) behind[j * 32] = make_uint4(column[j][0], column[j][1], column[j][2], column[j][3]);
   }
 };
+
+// The raw rows of key head h, convolved where there is a convolution, to where the products read them, by kGroup warps. Parents
+// and older columns must be there.
+template <class Tile, int kGroup>
+__device__ __forceinline__ void stage_raw_rows(const VerifyParams& p, int n, int h, bool writes_k, const Prep<Tile>& s, const uint4* raw_rows,
+                                               int gw, int lane, bool act_bf16) {
+  using Raw = RawRows<Tile>;
+  constexpr int K = Tile::K;
+  const int kind = lane >> 4, i = lane & 15;
+  uint4 weight[Tile::kConv ? 4 : 1], bias = make_uint4(0u, 0u, 0u, 0u);
+  if constexpr (Tile::kConv) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) weight[j] = raw_rows[(Raw::kWeight + j) * 32];
+    if (p.conv_bias != nullptr) bias = raw_rows[Raw::kBias * 32];
+  }
+#pragma unroll 1
+  for (int t = gw; t < s.Tpad; t += kGroup) {
+    if (t >= p.T) {
+      stage_zero_row<Tile>(s, kind, t, i);
+      continue;
+    }
+    uint4 raw = raw_rows[t * 32];
+    if constexpr (Tile::kConv) {
+      if (writes_k)
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.stash.conv) + n * p.stash.conv_stride_row + t * p.stash.conv_stride_node +
+                                  (kind == 0 ? p.H * K : 0) + h * K + i * 8) = raw;
+      uint4 taps[4];
+      taps[0] = raw;
+      int node = t;
+#pragma unroll
+      for (int j = 1; j < 4; ++j) {
+        node = node >= 0 ? s.parent[node] : node - 1;
+        taps[j] = raw_rows[(node >= 0 ? node : Raw::kOld - 1 - node) * 32];
+      }
+      raw = convolve8(taps, weight, bias, act_bf16);
+    }
+    stage_row<Tile>(p, n, h, writes_k, s, kind, t, i, raw, act_bf16);
+  }
+}
 
 template <class Tile>
 __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
@@ -336,13 +381,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
     if constexpr (S::kMany) give_registers<S::kProducerRegisters>();
     const int group = (warp - S::kConsumers) / S::kGroup, gw = (warp - S::kConsumers) % S::kGroup;
     const int group_barrier = 1 + group;
-    auto sync = [&] {
-      if constexpr (S::kGroup == 1) {
-        __syncwarp();
-      } else {
-        barrier_sync(group_barrier, S::kGroup * 32);
-      }
-    };
+    auto sync = [&] { barrier_sync(group_barrier, S::kGroup * 32); };
     uint4* raw_rows = reinterpret_cast<uint4*>(raws + group * S::kRawBytes) + lane;  // rows of 32 words
     Cursor here(q, blockIdx.x);
     for (int i = 0; i < group; ++i) here.advance(q);
@@ -363,12 +402,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       if constexpr (Tile::kConv) {
         if (gw == 0) ProducerInput<Tile>::place_old(p, q, here, checked_slot(p, in.raw_slot), lane, raw_rows);
       }
-      if constexpr (S::kGroup == 1) {
-        __syncwarp();
-        bad = __any_sync(0xffffffffu, bad);
-      } else {
-        bad = barrier_or(group_barrier, S::kGroup * 32, bad);
-      }
+      bad = barrier_or(group_barrier, S::kGroup * 32, bad);
       const int slot = checked_slot(p, in.raw_slot);
       const bool skip = slot < 0 || bad;
       if (skip && counts && slot != -1) count_error(p.errors, slot < 0 ? kErrorStateIndex : kErrorParent);
@@ -378,36 +412,7 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
       for (int i = 0; i < S::kGroups; ++i) here.advance(q);
       if (!skip) {
         if (gw == S::kGroup - 1) prepare_gates<Tile>(p, now.n, now.hv * S::kHeads, now.split == 0, s, lane, in.gates);
-        const int kind = lane >> 4, i = lane & 15;
-        uint4 weight[Tile::kConv ? 4 : 1], bias = make_uint4(0u, 0u, 0u, 0u);
-        if constexpr (Tile::kConv) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) weight[j] = raw_rows[(s.span() + 3 + j) * 32];
-          if (p.conv_bias != nullptr) bias = raw_rows[(s.span() + 7) * 32];
-        }
-#pragma unroll 1
-        for (int t = gw; t < s.Tpad; t += S::kGroup) {
-          if (t >= p.T) {
-            stage_zero_row<Tile>(s, kind, t, i);
-            continue;
-          }
-          uint4 raw = raw_rows[t * 32];
-          if constexpr (Tile::kConv) {
-            if (writes_k)
-              *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.stash.conv) + now.n * p.stash.conv_stride_row + t * p.stash.conv_stride_node +
-                                        (kind == 0 ? p.H * K : 0) + h * K + i * 8) = raw;
-            uint4 taps[4];
-            taps[0] = raw;
-            int node = t;
-#pragma unroll
-            for (int j = 1; j < 4; ++j) {
-              node = node >= 0 ? s.parent[node] : node - 1;
-              taps[j] = raw_rows[(node >= 0 ? node : s.span() - 1 - node) * 32];
-            }
-            raw = convolve8(taps, weight, bias, act_bf16);
-          }
-          stage_row<Tile>(p, now.n, h, writes_k, s, kind, t, i, raw, act_bf16);
-        }
+        stage_raw_rows<Tile, S::kGroup>(p, now.n, h, writes_k, s, raw_rows, gw, lane, act_bf16);
       }
       in.load(p, q, here, gw, lane);
       sync();
@@ -437,6 +442,8 @@ inline bool plan_stream(const VerifyParams& p, int multiprocessors, int heads_pe
   q.items = static_cast<int>(groups * q.splits);
   blocks = q.items < multiprocessors ? q.items : multiprocessors;
   q.heads_per_key = p.HV / p.H;
+  q.vector_old = p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
+                 reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
   q.step_split = blocks % q.splits;
   q.step_head = blocks / q.splits % q.groups;
   q.step_row = blocks / q.splits / q.groups;
@@ -461,11 +468,6 @@ inline void plan_leap(int consumers, int blocks, StreamLaunch& q) {
   q.leap_row = q.leap_item / q.splits / q.groups;
 }
 
-inline bool old_columns_in_rows(const VerifyParams& p) {
-  return p.conv_state_stride_channel == 3 && p.conv_state_stride_column == 1 && p.conv_state_stride_slot % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(p.conv_state) % 16 == 0;
-}
-
 template <class Tile>
 int launch_verify_stream(const VerifyParams& p, const DeviceFacts& device, cudaStream_t stream) {
   using S = Stream<Tile>;
@@ -474,7 +476,6 @@ int launch_verify_stream(const VerifyParams& p, const DeviceFacts& device, cudaS
   cudaError_t e = allow_shared(verify_stream_kernel<Tile>, S::kBytes, allowed);
   if (e != cudaSuccess) return e;
   StreamLaunch q{};
-  q.vector_old = Tile::kConv && old_columns_in_rows(p);
   int blocks = 0;
   if (!plan_stream(p, device.multiprocessors, Tile::kHeads, q, blocks)) return cudaErrorInvalidConfiguration;
   verify_stream_kernel<Tile><<<blocks, S::kThreads, S::kBytes, stream>>>(p, q);
