@@ -5,12 +5,15 @@
     METHOD-treeN         a tree of N nodes from 3 draft steps and the least topk that fills it
     METHOD-treeN@SxK     a tree of N nodes from S steps with topk K
     METHOD-ngramN        drafts of N nodes from the prompt itself
+    ...+lazy             with SGLang's extra_buffer_lazy strategy: a state slot less for every running request
+    ...+ratioR           with --mamba-full-memory-ratio R, another split between state slots and KV cache
 
 METHOD is snapshot (SGLang's default), replayssm (chains alone) or treewy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Optional
@@ -34,17 +37,18 @@ class Mode:
     nodes: int = 0
     steps: Optional[int] = None
     topk: Optional[int] = None
+    options: tuple[str, ...] = ()  # of the server, beside those of speculation
 
     @property
     def arguments(self) -> list[str]:
         """What the mode adds to `sglang.launch_server`."""
         if self.method is None:
-            return []
+            return [*self.options]
         values = {"algorithm": "NGRAM" if self.kind == "ngram" else "NEXTN", "num-draft-tokens": self.nodes}
         if self.kind != "ngram":
             values.update({"num-steps": self.steps, "eagle-topk": self.topk})
         flags = {"snapshot": [], "replayssm": ["--enable-linear-replayssm-spec"], "treewy": ["--enable-treewy"]}
-        return [w for k, v in values.items() for w in (f"--speculative-{k}", str(v))] + flags[self.method]
+        return [w for k, v in values.items() for w in (f"--speculative-{k}", str(v))] + flags[self.method] + [*self.options]
 
     def simulated(self, asked: str) -> Optional[float]:
         """The accepted length to simulate: none for "real", the published one for "published", else the number; never
@@ -60,6 +64,17 @@ class Mode:
 
 
 def parse(name: str) -> Mode:
+    whole, *more = name.split("+")
+    options: list[str] = []
+    for text in more:
+        ratio = re.fullmatch(r"ratio(\d+(?:\.\d+)?)", text)
+        if text != "lazy" and (ratio is None or not float(ratio[1]) > 0):
+            raise BadMode(f"mode {name!r}: +{text}; allowed: +lazy, +ratioR with R above 0")
+        options += ["--mamba-full-memory-ratio", ratio[1]] if ratio else ["--mamba-radix-cache-strategy", "extra_buffer_lazy"]
+    return dataclasses.replace(_draft(whole), name=name, options=tuple(options))
+
+
+def _draft(name: str) -> Mode:
     if name == "none":
         return Mode(name)
     found = re.fullmatch(rf"({'|'.join(METHODS)})-(chain|tree|ngram)(\d+)(?:@(\d+)x(\d+))?", name)

@@ -251,6 +251,15 @@ def test_modes(name, nodes, steps, topk):
     assert ("--enable-linear-replayssm-spec" in mode.arguments) == name.startswith("replayssm")
 
 
+def test_options_of_a_mode():
+    mode = modes.parse("replayssm-chain4+lazy+ratio2.5")
+    assert mode.name == "replayssm-chain4+lazy+ratio2.5" and mode.nodes == 4 and mode.simulated("published") == 3.2
+    assert mode.arguments[-5:] == [
+        "--enable-linear-replayssm-spec", "--mamba-radix-cache-strategy", "extra_buffer_lazy", "--mamba-full-memory-ratio", "2.5"]  # fmt: skip
+    assert modes.parse("none+ratio2").arguments == ["--mamba-full-memory-ratio", "2"]
+    assert modes.parse("treewy-chain4").options == ()
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -262,6 +271,9 @@ def test_modes(name, nodes, steps, topk):
         "treewy-tree64@2x2",
         "treewy-chain4@3x1",
         "eagle-chain4",
+        "treewy-chain4+eager",
+        "treewy-chain4+ratio0",
+        "snapshot-chain4+ratio",
     ],
 )
 def test_bad_modes_say_what_is_allowed(name):
