@@ -61,8 +61,8 @@ def _plots(pyplot, good: list[dict], path: Path) -> list[Path]:
                 if not points:
                     continue
                 xs = sorted(points)
-                method = mode.partition("-")[0]
-                style = STYLES[[m for m in modes if m.partition("-")[0] == method].index(mode) % len(STYLES)]
+                method = method_of(mode)
+                style = STYLES[[m for m in modes if method_of(m) == method].index(mode) % len(STYLES)]
                 axis.plot(xs, [median(points[x]) for x in xs], style, marker="o", color=COLOURS[method], label=mode)
                 if any(len(v) > 1 for v in points.values()):  # the spread of repeats
                     axis.fill_between(
@@ -87,7 +87,7 @@ def _plots(pyplot, good: list[dict], path: Path) -> list[Path]:
     for setting, style in zip(settings(good), STYLES * 4):
         for method in ("snapshot", "replayssm", "treewy"):
             caps = {r["nodes"]: r["max_running_requests"] for r in good
-                    if r["mode"].startswith(method) and (r["memory"], r["mem_fraction"], r.get("slots")) == setting
+                    if method_of(r["mode"]) == method and "+" not in r["mode"] and (r["memory"], r["mem_fraction"], r.get("slots")) == setting
                     and r.get("max_running_requests") is not None}  # fmt: skip
             if caps:
                 xs = sorted(caps)
@@ -107,6 +107,10 @@ def _plots(pyplot, good: list[dict], path: Path) -> list[Path]:
         axis.legend(fontsize=8)
     written.append(_save(pyplot, figure, good, path, "requests"))
     return written
+
+
+def method_of(mode: str) -> str:
+    return mode.partition("+")[0].partition("-")[0]
 
 
 def figures(rows: list[dict], mode: str, setting: tuple, field: str) -> dict[int, list[float]]:

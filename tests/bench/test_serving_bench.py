@@ -258,6 +258,7 @@ def test_options_of_a_mode():
         "--enable-linear-replayssm-spec", "--mamba-radix-cache-strategy", "extra_buffer_lazy", "--mamba-full-memory-ratio", "2.5"]  # fmt: skip
     assert modes.parse("none+ratio2").arguments == ["--mamba-full-memory-ratio", "2"]
     assert modes.parse("treewy-chain4").options == ()
+    assert [plots.method_of(name) for name in ("none+ratio2", "treewy-chain4+lazy")] == ["none", "treewy"]
 
 
 @pytest.mark.parametrize(
