@@ -363,6 +363,8 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         return *s.skip == 0;
       };
       copy_wait<S::kStages - 1>();
+      // The raw v columns of the unit before are overwritten below; where nothing is parked, no barrier has been since.
+      if constexpr (Tile::kConv && !S::kMany) __syncwarp();
       bool sound = false;
       if (slot >= 0) {
         StateFragments<Tile> state;
