@@ -363,8 +363,6 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         return *s.skip == 0;
       };
       copy_wait<S::kStages - 1>();
-      // The raw v columns of the unit before are overwritten below; where nothing is parked, no barrier has been since.
-      if constexpr (Tile::kConv && !S::kMany) __syncwarp();
       bool sound = false;
       if (slot >= 0) {
         StateFragments<Tile> state;
@@ -375,6 +373,8 @@ __global__ void __launch_bounds__(Stream<Tile>::kThreads, 1)
         ready();
       }
       if constexpr (S::kMany) here.unpark(parked);
+      // The next unit overwrites the raw v columns that this one's lanes have read; where units park, that is a barrier.
+      if constexpr (Tile::kConv && !S::kMany) __syncwarp();
       if (!sound) write_zeros(p, here.c.n, head_of(here), here.row0(q), 16, lane, 32);
       mbarrier_arrive(empty + here.k % S::kBuffers);
       here.advance(q);
