@@ -1,8 +1,8 @@
-"""The tables of docs/performance.md, from the rows in bench/results: no figure on that page is typed.
+"""The tables of docs/performance.md and docs/supported.md, from the rows in bench/results: no figure there is typed.
 
     python tools/performance_tables.py [--write]
 
-Without --write: exit status 1 when the page differs from what the rows say.
+Without --write: exit status 1 when a page differs from what the rows say.
 """
 
 from __future__ import annotations
@@ -159,6 +159,24 @@ def cpu() -> str:
     return markdown(["draft", "requests", "verify", "with the convolution", "verify and commit"], lines)
 
 
+def matrix() -> str:
+    """The newest row of every check; that a server stayed healthy is one line for all."""
+    found: dict[str, dict] = {}
+    for file in sorted(RESULTS.glob("matrix-*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            found[row["check"]] = row
+    healthy = [r for name, r in found.items() if name.endswith(": healthy")]
+    size = lambda r: f"{r['size']['prompts']} x {r['size']['new_tokens']}"  # noqa: E731
+    lines = [
+        [f"`{name}`" if " " not in name else name, r["outcome"], r["detail"].replace("|", "\\|"), size(r) if name.startswith(("f32", "bf16", "qwen35")) else "", r["commit"]]
+        for name, r in sorted(found.items()) if r not in healthy
+    ]  # fmt: skip
+    well = sum(r["outcome"] == "ok" for r in healthy)
+    lines.append([f"{len(healthy)} servers: no operator error, no complaint in the log, leak checks silent", "ok" if well == len(healthy) else "MISSED", f"{well} of {len(healthy)}", "", ""])
+    return markdown(["check", "outcome", "found", "prompts x tokens", "commit"], lines)
+
+
+SUPPORTED = ROOT / "docs" / "supported.md"
 PARTS = {
     "provenance": provenance,
     "operators": lambda: comparison("total", "treewy"),
@@ -179,5 +197,9 @@ def filled(text: str) -> str:
     return page_parts.filled(text, PAGE, "figures", PARTS)
 
 
+def filled_supported(text: str) -> str:
+    return page_parts.filled(text, SUPPORTED, "figures", {"matrix": matrix})
+
+
 if __name__ == "__main__":
-    sys.exit(page_parts.main(__doc__, lambda: {PAGE: filled(PAGE.read_text())}))
+    sys.exit(page_parts.main(__doc__, lambda: {PAGE: filled(PAGE.read_text()), SUPPORTED: filled_supported(SUPPORTED.read_text())}))

@@ -124,13 +124,14 @@ def test_refusals_with_the_documented_values():
         max_speculative_num_draft_tokens=4, speculative_num_steps=3, speculative_eagle_topk=1, speculative_adaptive=False,
         disaggregation_mode="null", enable_unified_memory=False, enable_page_major_kv_layout=False, pp_size=1,
         enable_two_batch_overlap=False, enable_pdmux=False, device="cpu", tp_size=1, enable_torch_compile=False, mamba_ssm_dtype=None,
+        speculative_num_draft_tokens=4, disable_cuda_graph=False,
     )  # fmt: skip
     for change in (
         dict(enable_linear_replayssm_spec=True), dict(speculative_algorithm=None), dict(speculative_algorithm="EAGLE3"),
         dict(max_speculative_num_draft_tokens=0), dict(max_speculative_num_draft_tokens=200, speculative_eagle_topk=8),
         dict(max_speculative_num_draft_tokens=201, speculative_num_steps=200), dict(speculative_num_steps=0),
         dict(speculative_eagle_topk=0), dict(speculative_eagle_topk=2, max_speculative_num_draft_tokens=16), dict(disaggregation_mode="decode"),
-        dict(pp_size=2), dict(device="xpu"), dict(tp_size=2), dict(mamba_ssm_dtype="float8_e4m3fn"),
+        dict(pp_size=2), dict(device="xpu"), dict(device="cuda", speculative_adaptive=True, max_speculative_num_draft_tokens=8), dict(tp_size=2), dict(mamba_ssm_dtype="float8_e4m3fn"),
     ):  # fmt: skip
         assert refusal_of_settings(SimpleNamespace(**{**base, **change})) in sentences, change
     shape = dict(layers=36, key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4, activation="silu")
@@ -293,6 +294,7 @@ def test_error_kinds():
 
 def test_tables_of_the_performance_page_are_the_rows():
     assert tool("performance_tables").filled(page("performance.md")) == page("performance.md"), "python tools/performance_tables.py --write"
+    assert tool("performance_tables").filled_supported(page("supported.md")) == page("supported.md"), "python tools/performance_tables.py --write"
 
 
 def test_the_performance_page_holds_no_other_figure():

@@ -28,6 +28,8 @@ def settings(**changes):
         device="cpu",
         enable_torch_compile=False,
         speculative_adaptive=False,
+        speculative_num_draft_tokens=16,
+        disable_cuda_graph=False,
         speculative_num_steps=5,
         speculative_eagle_topk=8,
         mamba_ssm_dtype=None,
@@ -115,7 +117,11 @@ def test_grammar_backend(device, given, kept):
 
 
 def test_adaptive_step_counts_are_served_on_cuda():
-    assert refusal_of_settings(settings(speculative_adaptive=True, device="cuda")) is None
+    adaptive = dict(speculative_adaptive=True, device="cuda", max_speculative_num_draft_tokens=8)
+    assert refusal_of_settings(settings(**adaptive, speculative_num_draft_tokens=8)) is None
+    refusal = refusal_of_settings(settings(**adaptive, speculative_num_draft_tokens=4))
+    assert "room for the 4" in refusal and "--speculative-num-steps 7 --speculative-num-draft-tokens 8" in refusal
+    assert refusal_of_settings(settings(**adaptive, speculative_num_draft_tokens=4, disable_cuda_graph=True)) is None
 
 
 def test_hip_is_refused(monkeypatch):

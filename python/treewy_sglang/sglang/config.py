@@ -96,6 +96,13 @@ def refusal_of_settings(args: Any) -> Optional[str]:
         return "the compiled CPU graphs have no buffers for draft trees: drop --enable-torch-compile."
     if device == "cpu" and args.speculative_adaptive:
         return "adaptive step counts keep a CUDA graph each: drop --speculative-adaptive on --device cpu."
+    first = args.speculative_num_draft_tokens
+    if args.speculative_adaptive and not args.disable_cuda_graph and None not in (first, nodes) and first < nodes:
+        # SGLang sizes the logits that its graphs share for the first number of steps, and asserts when it captures more.
+        return (
+            f"with --speculative-adaptive drafts grow to {nodes} nodes, and SGLang's CUDA graphs have room for the {first} it "
+            f"starts with: start with --speculative-num-steps {nodes - 1} --speculative-num-draft-tokens {nodes}."
+        )
     if args.mamba_ssm_dtype is not None and args.mamba_ssm_dtype not in DTYPES.values():
         return (
             f"--mamba-ssm-dtype {args.mamba_ssm_dtype} is not a state dtype it knows: use float32, bfloat16 or float16."

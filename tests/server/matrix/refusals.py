@@ -48,6 +48,7 @@ ON_CUDA = {
     "float32": ((*CHAIN, "--dtype", "float32"), ("float32", "--dtype bfloat16")),
     "two-batch overlap": ((*CHAIN, "--enable-two-batch-overlap"), ("overlap",)),
     "pdmux": ((*CHAIN, "--enable-pdmux"), ("pdmux",)),
+    "adaptive from few steps": ((*CHAIN, "--speculative-adaptive"), ("--speculative-adaptive", "--speculative-num-steps 7")),
 }
 ON_CPU = {
     "tensor parallelism": ((*CHAIN, "--tp-size", "2"), ("--tp-size 2",)),

@@ -19,8 +19,8 @@ from matrix.verdicts import need
 
 MODES = {"chain3": CHAIN3, "tree16": TREE16, "tree64": TREE64, "ngram16": NGRAM16}
 ADAPTIVE = Mode("NEXTN, adaptive step counts", 8, (
-    "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1",
-    "--speculative-num-draft-tokens", "4", "--speculative-adaptive",
+    "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "7", "--speculative-eagle-topk", "1",
+    "--speculative-num-draft-tokens", "8", "--speculative-adaptive",
 ))  # fmt: skip
 STRATEGIES = ("no_buffer", "extra_buffer", "extra_buffer_lazy")
 # Two float32 servers that batch differently round differently, by about 1e-5.
@@ -159,7 +159,7 @@ def starts() -> dict[str, Start]:
     for mode in ("chain3", "tree16", "ngram16"):
         for name in ("no_buffer", "extra_buffer"):
             add(Start(f"mixed-{mode}-{name}", MODES[mode], loads=("mixed_load",), arguments=strategy(name), environment=retracting(20), running=16))  # fmt: skip
-        add(Start(f"mixed-{mode}-small-cache", MODES[mode], loads=("mixed_load",), running=16, tokens=2600))
+        add(Start(f"mixed-{mode}-small-cache", MODES[mode], loads=("mixed_load",), running=16, tokens=1600))
 
     # Memory-tight: what a 35B model's budget gives.
     size = dict(
