@@ -60,6 +60,30 @@ def slots_within(
     return low
 
 
+def slots_beside_contexts(
+    memory: int, *, least: int, slot_bytes: int, row_bytes: int, slots_per_request: int, requested: int,
+    rows: Callable[[int], int], token_bytes: int, request_tokens: int, most_tokens: Optional[int] = None,
+) -> int:  # fmt: skip
+    """State slots for as many running requests as fit `memory` bytes together with a KV cache that holds the full context
+    of each: `request_tokens` tokens of `token_bytes` bytes, `most_tokens` at most for all together. Never fewer slots than
+    `least`, and more only for whole requests, up to those requested. Otherwise as for slots_within."""
+
+    def cost(running: int) -> int:
+        tokens = running * request_tokens
+        if most_tokens is not None:
+            tokens = min(tokens, most_tokens)
+        return (running * slots_per_request + 1) * slot_bytes + rows(running) * row_bytes + tokens * token_bytes
+
+    low, high = least // slots_per_request, requested  # cost(low) may exceed the memory: then no higher one fits either
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost(middle) <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return max(least, low * slots_per_request)
+
+
 def snapshot_slots_within(budget: float, *, slot_bytes: int, nodes: int, slots_per_request: int) -> int:
     """The state slots that SGLang buys for a budget of bytes when it keeps a snapshot per draft node: it charges `nodes`
     slots for every `slots_per_request`, and one slot and one row of snapshots as padding."""

@@ -1,8 +1,11 @@
 """The split of a memory budget between state slots and stash rows."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from treewy_sglang.sglang.sizing import Plan, cap_warning, slots_within, start_line
+from treewy_sglang.sglang.sizing import Plan, cap_warning, raised_line, start_line
+from treewy_sglang.sizes import slots_beside_contexts, slots_within
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -45,6 +48,68 @@ def test_no_slot_fits():
     assert split(10 * MIB) == 0
 
 
+memories = st.fixed_dictionaries(
+    dict(
+        memory=st.integers(0, GIB) | st.integers(8 * GIB, 64 * GIB),
+        share=st.floats(0, 0.7),
+        slot_bytes=st.integers(MIB, 200 * MIB),
+        row_bytes=st.integers(MIB // 16, 80 * MIB),
+        slots_per_request=st.sampled_from([1, 3, 4, 5]),
+        requested=st.integers(1, 30) | st.integers(100, 400),
+        padding=st.sampled_from([1, 8]),
+        token_bytes=st.sampled_from([0, 512, 22528, 131072]),
+        request_tokens=st.integers(64, 8192) | st.integers(8192, 300_000),
+        most_tokens=st.none() | st.integers(1000, 10_000_000),
+    )
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(memories)
+def test_slots_beside_full_contexts(given_):
+    """At least the split's slots; beyond these only whole requests that fit with their contexts, and as many as do."""
+    sizes = dict(given_)
+    memory, share, padding = sizes.pop("memory"), sizes.pop("share"), sizes.pop("padding")
+    rows = lambda n: -(-n // padding) * padding  # noqa: E731
+    ratio, requested = sizes["slots_per_request"], sizes["requested"]
+    split_only = {k: sizes[k] for k in ("slot_bytes", "row_bytes", "slots_per_request", "requested")}
+    least = slots_within(int(memory * share), **split_only, rows=rows)
+    slots = slots_beside_contexts(memory, least=least, **sizes, rows=rows)
+
+    def takes(running):
+        tokens = min(running * sizes["request_tokens"], sizes["most_tokens"] or 1 << 60)
+        return (running * ratio + 1) * sizes["slot_bytes"] + rows(running) * sizes["row_bytes"] + tokens * sizes["token_bytes"]
+
+    assert slots >= least
+    if slots > least:
+        assert slots % ratio == 0 and slots // ratio <= requested and takes(slots // ratio) <= memory
+    # Tried one by one, without the search's own assumption that more requests never take less.
+    more = range(slots // ratio + 1, requested + 1)
+    assert all(takes(n) > memory for n in more)
+
+
+def raised(**changes):
+    """35B, chain of 4, about 24 GiB: the split gives 184 slots, 36 requests."""
+    values = dict(
+        memory=24 * GIB, least=184, slot_bytes=64389120, row_bytes=4446720, slots_per_request=5, requested=256,
+        rows=lambda n: n, token_bytes=22528, request_tokens=4104,
+    )  # fmt: skip
+    values.update(changes)
+    return slots_beside_contexts(values.pop("memory"), **values)
+
+
+def test_slots_are_raised_up_to_the_requests_asked_for():
+    assert raised() == 61 * 5
+    assert raised(requested=40) == 40 * 5
+    assert raised(requested=36) == raised(requested=1) == 184
+    assert raised(most_tokens=50_000) > raised() == raised(most_tokens=10_000_000)
+
+
+def test_long_contexts_change_nothing():
+    assert raised(request_tokens=262152) == 184
+    assert raised(request_tokens=30_000) == 184  # fewer contexts than 36 fit: nothing to gain, and nothing is taken away
+
+
 @pytest.mark.parametrize("nodes, share", [(4, 0.97), (16, 0.90), (64, 0.70)])
 def test_state_slots_of_qwen3_5_35b_beside_a_budget_without_scratch(nodes, share):
     """Qwen3.5-35B-A3B in bfloat16 with float32 states: 30 GDN layers, H=16, HV=32, K=V=128."""
@@ -73,6 +138,9 @@ def plan(**changes):
         slots=100,
         rows=33,
         snapshot_slots=20,
+        default_slots=100,
+        ratio=0.9,
+        rest_bytes=20 * GIB,
     )
     return Plan(**{**values, **changes})
 
@@ -90,3 +158,37 @@ def test_warning_names_the_cause_and_the_options_that_raise_it():
     assert "33 of the 48" in words and "100 state slots" in words and "--mamba-full-memory-ratio" in words
     words = cap_warning(plan(slots=1000), running=20)
     assert "KV cache" in words and "--mem-fraction-static" in words
+
+
+def test_the_line_about_raised_slots():
+    assert raised_line(plan()) is None
+    assert raised_line(plan(context_tokens=4104)) is None
+    words = raised_line(plan(slots=120, rows=40, context_tokens=4104))
+    for expected in ("from 100 to 120", "40 running requests instead of 33", f"{40 * 4104} tokens", "--mamba-full-memory-ratio", "0.9"):
+        assert expected in words, words
+    assert "\n" not in words and "5000 tokens" in raised_line(plan(slots=120, context_tokens=4104, token_limit=5000))
+
+
+def test_warning_after_slots_were_weighed_against_the_cache():
+    balanced = plan(slots=120, rows=40, context_tokens=4104)
+    words = cap_warning(balanced, running=40)
+    for expected in (
+        "40 of the 48", "120 state slots at 3 per running request", "41 contexts of 4104 tokens", "lower --context-length",
+        "--max-mamba-cache-size above 120",
+    ):  # fmt: skip
+        assert expected in words, words
+    # States take 121 * 60 + 40 * 4 = 7420 MiB: of 20 GiB, 0.57 times what is left; of 12000 MiB, 1.6201 times.
+    assert "--mamba-full-memory-ratio above 0.9 " in words
+    tight = plan(slots=120, rows=40, context_tokens=4104, rest_bytes=12000 * MIB)
+    assert "--mamba-full-memory-ratio above 1.63 " in cap_warning(tight, running=40)
+    limited = cap_warning(plan(slots=120, rows=40, context_tokens=4104, token_limit=100_000), running=40)
+    assert "a KV cache of 100000 tokens" in limited and "lower --max-total-tokens" in limited and "--context-length" not in limited
+    far = cap_warning(plan(slots=120, rows=40, context_tokens=4104, token_limit=10**6), running=40)
+    assert "lower --context-length" in far
+
+
+def test_warning_where_the_split_was_fixed_does_not_name_the_context():
+    assert "--context-length" not in cap_warning(plan(), running=33)
+    # Slots for 40 requests, and a KV cache for fewer.
+    words = cap_warning(plan(slots=120, rows=40), running=33)
+    assert "(the KV cache)" in words and "state slots" not in words

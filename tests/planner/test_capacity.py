@@ -52,6 +52,29 @@ def test_running_requests_that_an_h200_was_read_at():
     assert (fits["snapshot"].max_running, fits["replayssm"].max_running) == (20, 36)
 
 
+def test_running_requests_of_treewy_in_the_same_memory():
+    """By hand: M = 25602068502 bytes; a request takes 5 slots of 64389120, a row of 4446720 and 4104 tokens of 22528:
+    418846912 bytes. M less the padding slot holds 60.97 of them."""
+    server = Server(gpu_memory=139.2, mem_fraction=0.66, tp=1, requests=256)
+    p = plan(load("35B"), CHAIN3, server)
+    fit = p.fits["treewy"]
+    assert p.rest_bytes == 25602068502
+    assert (fit.raised_from, fit.slots, fit.running, fit.max_running, fit.limit) == (184, 300, 60, 60, "both")
+    assert fit.tokens == (p.rest_bytes - 301 * 64389120 - 60 * 4446720) // 22528
+    fixed = plan(load("35B"), CHAIN3, dataclasses.replace(server, mamba_full_memory_ratio=0.89)).fits["treewy"]
+    assert (fixed.raised_from, fixed.running, fixed.limit) == (None, 36, "state")
+
+
+@pytest.mark.parametrize(
+    "draft, changes, tokens",
+    [(dict(nodes=4), {}, 8), (dict(steps=5, topk=8, nodes=16), {}, 80), (dict(tree=[2, 2, 2]), {}, 30),
+     (dict(nodes=4), {"algorithm": "NGRAM"}, 20), (dict(nodes=32), {"algorithm": "NGRAM"}, 64)],
+)  # fmt: skip
+def test_tokens_allocated_ahead(draft, changes, tokens):
+    """SGLang's get_alloc_reserve_per_decode: twice the larger of nodes and steps times branches."""
+    assert Sizes(load("35B"), Server(**changes)).reserve(Draft.make(**draft)) == tokens
+
+
 def test_stash_of_a_node_is_what_the_documentation_says():
     """docs/server.md: HV*V*4 + H*K*a + D*a + (H + HV)*4 bytes a node and layer; 36 KiB for the 35B."""
     model = load("35B")
@@ -188,7 +211,7 @@ servers = st.builds(
     context_length=st.sampled_from([512, 4096, 32768]),
     requests=st.sampled_from([8, 48, 256, 2048]),
     strategy=st.sampled_from(["no_buffer", "extra_buffer"]),
-    mamba_full_memory_ratio=st.floats(0.2, 4),
+    mamba_full_memory_ratio=st.just(Server.mamba_full_memory_ratio) | st.floats(0.2, 4),
     disable_radix_cache=st.booleans(),
     max_mamba_cache_size=st.sampled_from([None, None, 64, 700]),
 )
@@ -235,6 +258,23 @@ def test_what_is_planned_fits(model, server, nodes):
                 (fit.slots + 1) * sizes.slot_bytes + fit.running * fit.charged + fit.tokens * sizes.kv_bytes_per_token
             )
             assert used <= sizes.rest_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, servers, st.integers(1, MAX_NODES))
+def test_slots_are_raised_only_for_requests_that_run_at_full_length(model, server, nodes):
+    # Where the rule may apply at all, beside weights that fit.
+    server = dataclasses.replace(
+        server, mamba_full_memory_ratio=0.9, weights_gib=10.0, disable_radix_cache=False, max_mamba_cache_size=None
+    )
+    draft = Draft.make(nodes=nodes)
+    fit = Sizes(model, server).fit("treewy", draft)
+    fixed = Sizes(model, dataclasses.replace(server, mamba_full_memory_ratio=0.9 + 1e-12)).fit("treewy", draft)
+    assert fixed.raised_from is None and abs(fixed.slots - (fit.slots if fit.raised_from is None else fit.raised_from)) <= 1
+    assert fit.running >= fixed.running
+    if fit.raised_from is not None:
+        assert fit.slots > fit.raised_from and fit.limit in ("both", "requests")
+        assert fit.running == fit.slots // server.slots_per_request > fit.raised_from // server.slots_per_request
 
 
 @settings(max_examples=25, deadline=None)

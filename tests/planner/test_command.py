@@ -79,7 +79,7 @@ def test_sweep_has_every_number_of_nodes():
 
 @pytest.mark.parametrize(
     "more",
-    [[], ["--tp", "8"], ["--topk", "2"], ["--gpu-memory", "20", "--tp", "1"], ["--algorithm", "NGRAM"]],
+    [[], ["--tp", "8"], ["--topk", "2"], ["--gpu-memory", "20", "--tp", "1"], ["--algorithm", "NGRAM"], ["--requests", "2000", "--context-length", "512"]],
     ids=" ".join,
 )
 def test_the_table_says_what_the_json_says(capsys, more):
@@ -92,6 +92,10 @@ def test_the_table_says_what_the_json_says(capsys, more):
         for line in text.splitlines()
         if line
     }
+    raised = d["methods"]["treewy"]
+    from_slots, to_slots = raised["max_mamba_cache_size_raised_from"], raised["max_mamba_cache_size"]
+    assert (from_slots is not None) == ("--requests" in more)
+    assert (f"raises the state slots from {from_slots} to {to_slots}" in text) == (from_slots is not None)
     methods = [d["methods"][m] for m in ("snapshot", "replayssm", "treewy")]
     assert lines["requests that run at a time"] == [str(m["running_requests"]) if m["served"] else "-" for m in methods]
     for m, cell in zip(methods, lines["state of the draft"]):

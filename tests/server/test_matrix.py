@@ -149,7 +149,8 @@ def test_start_lines_are_what_the_glue_writes():
 
     lines = verdicts.start_lines(LOG)
     assert lines["slots"] == 833 and lines["snapshot_slots"] == 38 and lines["running"] == 48 and lines["rows"] == 48
-    plan = Plan(slot_bytes=2**20, row_bytes=2**18, snapshot_bytes=2**24, slots_per_request=3, requested=8, slots=30, rows=8, snapshot_slots=9)
+    plan = Plan(slot_bytes=2**20, row_bytes=2**18, snapshot_bytes=2**24, slots_per_request=3, requested=8, slots=30, rows=8,
+                snapshot_slots=9, default_slots=24, ratio=0.9, rest_bytes=2**30, context_tokens=4104)  # fmt: skip
     again = verdicts.start_lines(LOG.split("[..] TreeWY is")[0] + start_line(plan, 16, 8))
     assert (again["slots"], again["snapshot_slots"], again["running"], again["snapshot_running"]) == (30, 9, 8, 3)
     with pytest.raises(Missed, match="lacks"):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from treewy_sglang.sizes import (
-    CONV_WIDTHS, HEAD_DIMS, MAX_NODES, conv_window_columns, slots_within, snapshot_slots_within, stash_row_bytes,
+    CONV_WIDTHS, HEAD_DIMS, MAX_NODES, conv_window_columns, slots_beside_contexts, slots_within, snapshot_slots_within,
+    stash_row_bytes,
 )  # fmt: skip
 
 from .errors import PlanError, refuse
@@ -24,6 +25,7 @@ KV_DTYPES = {"auto": None, "bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3"
 STRATEGIES = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
 ALGORITHMS = ("NEXTN", "NGRAM")
 DEVICES = ("cuda", "cpu")
+NGRAM_BREADTH = 10  # SGLang's --speculative-ngram-max-bfs-breadth
 
 
 def proposed_tokens(steps: int, topk: int) -> int:
@@ -120,7 +122,7 @@ class Server:
     kv_dtype: str = "auto"
     weights_dtype: str = "auto"
     weights_gib: Optional[float] = None  # on each GPU, MTP layers included; instead of the estimate
-    context_length: int = 4096  # tokens that each request holds
+    context_length: int = 4096  # tokens that each request holds, and the server's --context-length
     requests: int = 48  # --max-running-requests; 48 is SGLang's default with drafts
     strategy: str = "auto"
     disable_radix_cache: bool = False
@@ -182,9 +184,10 @@ class Fit:
     max_running: int  # what the server logs as max_running_requests
     slots: int  # what it logs as max_mamba_cache_size
     tokens: int  # what it logs as max_total_num_tokens
-    limit: str  # what keeps `running` from being larger: requests, state, kv, weights
+    limit: str  # what keeps `running` from being larger: requests, state, kv, both (state and kv), weights
     widest: Optional[int] = None  # nodes of the widest draft that costs no request; 0: every draft costs one
     reason: Optional[str] = None  # why the method does not serve this draft at all
+    raised_from: Optional[int] = None  # slots of the default split, where the server raises them
 
     @property
     def total(self) -> int:
@@ -289,6 +292,11 @@ class Sizes:
             return "chains only"
         return None
 
+    def reserve(self, draft: Draft) -> int:
+        """Tokens of KV cache that SGLang allocates ahead of a running request: the next drafts, twice."""
+        nodes = max(draft.nodes, (draft.steps or 0) * draft.topk)
+        return 2 * (max(nodes, NGRAM_BREADTH) if self.server.algorithm == "NGRAM" else nodes)
+
     def fit(self, method: str, draft: Draft, free: bool = False) -> Fit:
         """`free`: as if the draft's states took no memory, which is what the widest draft is measured against."""
         server, ratio, nodes = self.server, self.server.slots_per_request, draft.nodes
@@ -306,6 +314,7 @@ class Sizes:
         slot = self.slot_bytes + per_slot
         if self.rest_bytes <= 0:
             return Fit(method, nodes, parts, charged, 0, 0, 0, 0, "weights")
+        raised_from = None
         if server.max_mamba_cache_size is not None:
             slots = server.max_mamba_cache_size
         elif server.disable_radix_cache:
@@ -313,10 +322,17 @@ class Sizes:
         elif method == "snapshot" and not free:
             slots = snapshot_slots_within(budget, slot_bytes=slot, nodes=nodes, slots_per_request=ratio)
         else:
-            slots = slots_within(
-                int(budget), slot_bytes=slot, row_bytes=row, slots_per_request=ratio, requested=server.requests,
-                rows=lambda n: n,
-            )  # fmt: skip
+            costs = dict(
+                slot_bytes=slot, row_bytes=row, slots_per_request=ratio, requested=server.requests, rows=lambda n: n
+            )
+            slots = slots_within(int(budget), **costs)
+            if method == "treewy" and server.mamba_full_memory_ratio == Server.mamba_full_memory_ratio:
+                request_tokens = server.context_length + (0 if free else self.reserve(draft))
+                raised = slots_beside_contexts(
+                    self.rest_bytes, least=slots, token_bytes=self.kv_bytes_per_token, request_tokens=request_tokens,
+                    **costs,
+                )  # fmt: skip
+                slots, raised_from = raised, slots if raised > slots else None
         rows = min(server.requests, slots // ratio)
         # SGLang's snapshots have a padding row, as the slots have.
         used = (slots + 1) * slot + (rows + (method == "snapshot")) * row
@@ -326,8 +342,10 @@ class Sizes:
         if running == server.requests:
             limit = "requests"
         else:
-            limit = "state" if running == slots // ratio else "kv"
-        return Fit(method, nodes, parts, charged, running, max_running, slots, tokens, limit)
+            limit = "kv" if running < slots // ratio else "state" if raised_from is None else "both"
+        return Fit(
+            method, nodes, parts, charged, running, max_running, slots, tokens, limit, raised_from=raised_from
+        )
 
     def widest(self, method: str, draft: Draft) -> Optional[int]:
         """The largest number of nodes before the one that first costs a request; None where nothing runs anyway."""

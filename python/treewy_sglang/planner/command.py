@@ -113,7 +113,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         type=int,
         default=d.context_length,
         metavar="N",
-        help="tokens that a request holds (default: %(default)s)",
+        help="tokens that a request holds, and what the server is started with (default: %(default)s)",
     )
     load_.add_argument(
         "--requests",
@@ -138,7 +138,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         type=float,
         default=d.mamba_full_memory_ratio,
         metavar="R",
-        help="states to KV cache (default: %(default)s)",
+        help="states to KV cache; with TreeWY, another than the default fixes the split (default: %(default)s)",
     )
     pools.add_argument("--max-mamba-cache-size", type=int, metavar="N", help="state slots, instead of that ratio")
     pools.add_argument("--disable-radix-cache", action="store_true", help="as SGLang's")

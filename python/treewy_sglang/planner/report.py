@@ -14,6 +14,7 @@ LIMITS = {
     "requests": "requests asked for",
     "state": "state slots",
     "kv": "KV cache",
+    "both": "slots and KV cache",
     "weights": "weights do not fit",
     "method": "chains only",
 }
@@ -39,6 +40,7 @@ def as_dict(p: Plan) -> dict[str, Any]:
             "limited_by": fit.limit,
             "max_running_requests": fit.max_running,
             "max_mamba_cache_size": fit.slots,
+            "max_mamba_cache_size_raised_from": fit.raised_from,
             "max_total_num_tokens": fit.tokens,
             "widest_free_draft_nodes": fit.widest,
         }
@@ -117,6 +119,15 @@ def table(d: dict[str, Any]) -> str:
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
         lines.append("  ".join(cells).rstrip())
+    raised = methods["treewy"]
+    if raised["max_mamba_cache_size_raised_from"] is not None:
+        default = raised["max_mamba_cache_size_raised_from"]
+        lines += [
+            "",
+            f"TreeWY's server raises the state slots from {default} to {raised['max_mamba_cache_size']}: the default split would "
+            f"run {default // d['slots_per_request']} requests and",
+            "leave KV cache that these cannot fill. A --mamba-full-memory-ratio other than the default fixes the split.",
+        ]
     if d["states_and_kv_gib_per_gpu"] <= 0:
         lines += [
             "",

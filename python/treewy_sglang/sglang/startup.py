@@ -175,6 +175,9 @@ def prove(model_runner: Any) -> None:
     plan, running = sizing.last_plan(), model_runner.max_running_requests
     if plan is not None:
         logger.info(sizing.start_line(plan, nodes, running))
+        raised = sizing.raised_line(plan)
+        if raised is not None:
+            logger.info(raised)
         warning = sizing.cap_warning(plan, running)
         if warning is not None:
             logger.warning(warning)
