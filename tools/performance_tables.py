@@ -106,26 +106,32 @@ def cliff() -> str:
 
 
 SERVING_NAMES = {"treewy-chain4": "TreeWY", "snapshot-chain4": "snapshots", "replayssm-chain4": "ReplaySSM"}
+SERVING_RUN = "2026-12-01-h200-8b27d4a8a"  # the newest
+SERVING_BEFORE = RUN  # before TreeWY raised the state slots: the three modes at one split of the memory
 
 
-def serving_rows() -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / f"serving-{RUN}.jsonl").read_text().splitlines()]
+def serving_rows(run: str = SERVING_RUN) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / f"serving-{run}.jsonl").read_text().splitlines()]
 
 
-def serving_provenance() -> str:
-    one = lambda key: ", ".join(sorted({str(r[key]) for r in serving_rows()}))
+def serving_provenance(run: str) -> str:
+    rows = serving_rows(run)
+    one = lambda key: ", ".join(sorted({str(r[key]) for r in rows}))
     return (f"Device: {one('gpu')}. Commit: {one('commit')}. SGLang {one('sglang')}. {one('model')}, {one('dtype')}, "
             f"`--mem-fraction-static {one('mem_fraction')}`, {one('input_len')} tokens in and {one('output_len')} out, accepted length held at "
-            f"{one('accept')} (`SGLANG_SIMULATE_ACC_LEN`). {len(serving_rows())} rows, one run each.")  # fmt: skip
+            f"{one('accept')} (`SGLANG_SIMULATE_ACC_LEN`). {len(rows)} rows, one run each.")  # fmt: skip
 
 
-def serving() -> str:
-    found = {(r["mode"], r["concurrency"]): r for r in serving_rows()}
+def serving(run: str) -> str:
+    found = {(r["mode"], r["concurrency"]): r for r in serving_rows(run)}
     lines = []
     for n in sorted({c for _, c in found}):
         ours = found["treewy-chain4", n]["output_tok_s"]
         for mode, name in SERVING_NAMES.items():
-            r = found[mode, n]
+            r = found.get((mode, n))
+            if r is None:
+                lines.append([str(n), name, "not run", "-", "-", "-"])
+                continue
             gain = "" if mode == "treewy-chain4" else f" (TreeWY {ours / r['output_tok_s']:.2f}x)"
             lines.append([str(n), name, f"{r['output_tok_s']:.0f}{gain}", str(r["running_max"]), f"{r['ttft_p50_ms']:.0f} / {r['ttft_p99_ms']:.0f}",
                           f"{r['tpot_p50_ms']:.1f}"])  # fmt: skip
@@ -185,8 +191,10 @@ PARTS = {
     "exactness": exactness,
     "memory": memory,
     "cliff": cliff,
-    "serving provenance": serving_provenance,
-    "serving": serving,
+    "serving provenance": lambda: serving_provenance(SERVING_RUN),
+    "serving": lambda: serving(SERVING_RUN),
+    "serving before provenance": lambda: serving_provenance(SERVING_BEFORE),
+    "serving before": lambda: serving(SERVING_BEFORE),
     "cpu provenance": cpu_provenance,
     "cpu": cpu,
 }

@@ -237,12 +237,14 @@ class Runner:
         made.start()
         return made, {**server.started(made.log_text()), "start_s": round(time.monotonic() - began, 1)}
 
-    def measure(self, running: server.BenchServer, case: rows.Case, progress: Progress) -> dict:
+    def measure(self, running: server.BenchServer, case: rows.Case, progress: Progress, first: bool) -> dict:
+        """`first`: of this server. Its batches then make kernels compile, so it is warmed with as many requests as it holds."""
         progress.what(f"{case.mode} {case.memory} x {case.concurrency}", case.prompts)
         seen = len(running.log_text())
+        warmup = max(self.args.warmup, case.concurrency if first else 0)
         with server.PeakMemory(self.args.device, running.process.pid) as memory:
             found = client.run(
-                case, running.url, self.model, self.args.logs, warmup=self.args.warmup, arguments=self.args.client_args,
+                case, running.url, self.model, self.args.logs, warmup=warmup, arguments=self.args.client_args,
                 timeout=self.args.client_timeout, on_progress=progress.at, alive=running.alive, host=self.host,
             )  # fmt: skip
         peak = None if memory.peak is None else round(memory.peak, 2)
@@ -259,6 +261,7 @@ class Runner:
         """All cases of one server. One that ends under a case is started once more for the cases after it."""
         running: Optional[server.BenchServer] = None
         pools: dict = {}
+        first = True
         try:
             for number, case in enumerate(pending):
                 if self.spent(0 if running is not None and running.alive() else self.args.least):
@@ -270,12 +273,14 @@ class Runner:
                         running = None
                     try:
                         running, pools = self.start(case, progress)
+                        first = True
                     except ServerFailed as error:
                         for failed in pending[number:]:
                             self.add(failed, {"error": short(error)}, progress)
                         return
                 try:
-                    figures = self.measure(running, case, progress)
+                    figures = self.measure(running, case, progress, first)
+                    first = False
                 except (client.ClientFailed, ServerFailed) as error:
                     reason = short(error) if running.alive() else f"{short(error)}; {running.log_end(3)}"
                     figures = {"error": " ".join(reason.split())[:600]}

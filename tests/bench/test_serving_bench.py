@@ -87,6 +87,12 @@ def test_what_is_started_and_sent(fake):
         assert words in text
 
 
+def test_the_first_run_of_every_server_is_warmed_with_all_it_holds(fake):
+    fake("--modes", "none", "treewy-chain4", "--concurrency", "16", "32", "--warmup", "5")
+    warmed = [int(sent[sent.index("--warmup-requests") + 1]) for sent in fake.seen("clients")]
+    assert warmed == [16, 5, 16, 5]
+
+
 def test_no_acceptance_is_simulated_unless_asked(fake, monkeypatch):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "9")
     fake("--modes", "treewy-chain4", "--concurrency", "2")
