@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -193,6 +195,19 @@ def test_every_demand_has_a_row():
         assert demand in rows, demand
 
 
+def test_lanes_of_the_rented_host_name_what_there_is():
+    script = (ROOT / "bench" / "host.sh").read_text()
+    lanes = dict(re.findall(r"^    (\w+)\) echo (.+) ;;$", script, re.M))
+    starts = scenarios.for_device(scenarios.starts(), "cuda")
+    names = {*starts, *(r.name for r in scenarios.checks(starts))}
+    patterns = [pattern.strip("'") for words in lanes.values() for pattern in words.split()]
+    assert len(lanes) == 6 and [p for p in patterns if not fnmatch.filter(names, p)] == []
+    missed = [n for n in starts if not n.endswith("-tp2") and not any(fnmatch.fnmatch(n, p) for p in patterns)]
+    assert missed == [], "servers in no lane"
+    done = subprocess.run(["bash", str(ROOT / "bench" / "host.sh"), "everything"], capture_output=True, text=True)
+    assert done.returncode == 2 and "no step everything" in done.stderr
+
+
 def test_outcomes_are_told_apart():
     check = scenarios.equal("a", "b", load="long")
     same = {"long": {"answers": answers([1, 2])}}
@@ -225,6 +240,22 @@ def test_a_failed_start_is_a_row_and_is_tried_again(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert rows[0]["outcome"] == "failed"
     assert runner.main([*call, "--budget", "1", "--fresh"]) == 1
+
+
+def test_rows_of_what_is_kept_say_where_it_comes_from(tmp_path, monkeypatch):
+    kept = tmp_path / "data-cuda-full"
+    kept.mkdir()
+    about = {"device": "NVIDIA H200", "commit": "abc"}
+    for name, retracted in (("f32-chain3-retract", 7), ("f32-tree16-retract", 0)):
+        (kept / f"{name}.json").write_text(json.dumps({"greedy": {"retracted": retracted}, "about": about}))
+    (kept / "f32-ngram16-retract.json").write_text(json.dumps({"error": "it ended"}))
+    monkeypatch.setattr(runner.Run, "all", lambda *_: pytest.fail("a server was started"))
+    call = ["--work", str(tmp_path), "--report", "--json", str(tmp_path / "rows.jsonl"), "--scenarios", "*were retracted"]
+    assert runner.main(call) == 1
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(r["check"], r["outcome"], r["device"], r["commit"]) for r in rows] == [
+        ("f32-chain3-retract: requests were retracted", "ok", "NVIDIA H200", "abc"),
+        ("f32-tree16-retract: requests were retracted", "MISSED", "NVIDIA H200", "abc")]  # fmt: skip
 
 
 def test_servers_start_in_the_order_of_the_patterns_until_too_many_have_failed(tmp_path, monkeypatch):

@@ -96,6 +96,7 @@ class Run:
         # Data of another device or size is no use here.
         self.folder = self.work / f"data-{args.device}-{args.size}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.about: dict[str, str] = {}  # what the data comes from: device and commit
 
     def left(self) -> float:
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
@@ -194,6 +195,7 @@ class Run:
             if file.exists() and not self.args.fresh:
                 self.data[start.name] = json.loads(file.read_text())  # how it failed in an earlier call
             return
+        data["about"] = self.about
         temporary = file.with_suffix(".new")
         temporary.write_text(json.dumps(data))
         temporary.rename(file)
@@ -285,6 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--start-timeout", type=float, default=600)
     parser.add_argument("--work", default=str(ROOT / ".demo" / "matrix"))
     parser.add_argument("--fresh", action="store_true", help="take nothing from earlier calls")
+    parser.add_argument("--report", action="store_true", help="start nothing: rows of what is kept; of another machine's too")
     parser.add_argument("--json", help="write the rows there, one JSON object a line")
     parser.add_argument("--list", action="store_true", help="what would run, and stop")
     args = parser.parse_args(argv[:split])
@@ -314,17 +317,24 @@ def main(argv: list[str] | None = None) -> int:
     if args.prepare:
         run.prepare(chosen.values())
         return 0
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, run.stop_all)
-    run.all(chosen)
+    if args.report:
+        run.data = {name: kept for name in chosen if (kept := run.kept(name)) is not None}
+    else:
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, run.stop_all)
+        run.about = {"device": device_name(args.device), "commit": commit()}
+        run.all(chosen)
     found = [judge(c, run.data, size) for c in rows]
+    if args.report:
+        found = [r for r in found if r["outcome"] != "not run"]
     print(f"\n{table(found)}\n")
     outcomes = {o: sum(r["outcome"] == o for r in found) for o in ("ok", "MISSED", "failed", "not run")}
     say(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
     if args.json:
-        about = {"device": device_name(args.device), "commit": commit(), "size": vars(size)}
+        # A row comes from where its last server ran: an earlier call, perhaps.
+        origin = {c.name: run.data.get(c.starts[-1], {}).get("about") or run.about for c in rows}
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         with open(args.json, "w") as sink:
             for row in found:
-                sink.write(json.dumps({**row, **about}) + "\n")
+                sink.write(json.dumps({**row, **origin[row["check"]], "size": vars(size)}) + "\n")
     return 0 if outcomes["ok"] == len(found) else 1
