@@ -36,7 +36,7 @@ case $step in
     "$python" - <<'P'
 import os, re, shlex, subprocess, sysconfig
 import pybind11, torch
-version = re.search(r'"(.+)"', open("python/treewy_sglang/_version.py").read())[1]
+version = re.search(r'__version__ = "(.+)"', open("python/treewy_sglang/_version.py").read())[1]
 facts = {"VERSION": version, "GIT_COMMIT": os.environ.get("TREEWY_COMMIT", "unknown"), "TORCH_VERSION": torch.__version__,
          "COMPILER": "c++", "CUDA_COMPILER": "nvcc", "ARCHITECTURES": "sm_%d%d" % torch.cuda.get_device_capability() if torch.cuda.is_available() else "unknown"}
 target = "python/treewy_sglang/_host" + sysconfig.get_config_var("EXT_SUFFIX")
