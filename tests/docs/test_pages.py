@@ -329,6 +329,20 @@ def test_figures_of_the_readme_are_the_rows():
     assert commit in readme
 
 
+def test_serving_figures_of_the_readme_are_the_rows():
+    readme = (ROOT / "README.md").read_text()
+    tables = tool("performance_tables")
+    assert f"serving-{tables.SERVING_RUN}.jsonl" in readme
+    found = {(r["mode"], r["concurrency"]): r["output_tok_s"] for r in tables.serving_rows()}
+    lines = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \(([\d.]+)x\) \| (\d+) \(([\d.]+)x\) \|$", readme, re.M)
+    assert len(lines) == 2
+    for n, ours, *peers in lines:
+        mine = found["treewy-chain4", int(n)]
+        assert int(ours) == round(mine)
+        for mode, rate, ratio in (("snapshot-chain4", *peers[:2]), ("replayssm-chain4", *peers[2:])):
+            assert (int(rate), ratio) == (round(found[mode, int(n)]), f"{mine / found[mode, int(n)]:.2f}"), (n, mode)
+
+
 def test_figures_of_the_cpu_page_are_the_rows():
     rows = tool("performance_tables").cpu_rows()
     ratios = [r["speedup"] for r in rows]
