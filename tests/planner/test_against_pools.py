@@ -134,7 +134,8 @@ def sglangs_split(monkeypatch, model, params, server, draft, rest_gib, method, p
         ),
         kv_cache_dtype=torch.bfloat16, kv_cache_dtype_str="auto", use_mla_backend=False, is_hybrid_swa=False,
         is_draft_worker=False, layer_info=SimpleNamespace(start_layer=0, end_layer=len(attention)),
-        spec_aux_config=SimpleNamespace(eagle_draft_num_layers=model.mtp_layers),
+        # SGLang counts the draft's layers only where --speculative-draft-model-path is given.
+        spec_aux_config=SimpleNamespace(eagle_draft_num_layers=None),
         ps=SimpleNamespace(pp_size=1, attn_dp_size=1), spec_algorithm=algorithm,
         server_args=SimpleNamespace(
             max_speculative_num_draft_tokens=nodes, speculative_algorithm=algorithm.name, page_size=page_size,
@@ -212,13 +213,13 @@ def tight_split(monkeypatch, server=TIGHT, **more):
 
 def test_slots_are_raised_where_the_cache_could_not_be_filled(monkeypatch):
     plan, left = tight_split(monkeypatch)
-    assert (plan.default_slots, plan.slots, plan.running, plan.snapshot_running) == (184, 300, 60, 20)
-    token, context = 22528, 4096 + 2 * 4
-    assert plan.context_tokens == context and left >= 60 * context * token
+    assert (plan.default_slots, plan.slots, plan.running, plan.snapshot_running) == (184, 310, 62, 20)
+    token, context = 20480, 4096 + 2 * 4
+    assert plan.context_tokens == context and left >= 62 * context * token
     assert plan.rest_bytes - plan.state_bytes == pytest.approx(left, abs=2)
     one_more = 5 * plan.slot_bytes + plan.row_bytes
-    assert left - one_more < 61 * context * token
-    assert "from 184 to 300, for 60 running requests instead of 36, because the KV cache keeps the 246240 tokens" in (
+    assert left - one_more < 63 * context * token
+    assert "from 184 to 310, for 62 running requests instead of 36, because the KV cache keeps the 254448 tokens" in (
         sizing.raised_line(plan)
     )
 
@@ -241,12 +242,12 @@ def test_a_shorter_context_is_a_way_out(monkeypatch):
 def test_contexts_take_whole_pages(monkeypatch):
     plan, left = tight_split(monkeypatch, page_size=512)
     assert plan.context_tokens == 4608  # 4104 in pages of 512
-    assert plan.running == 59 and left >= 59 * 4608 * 22528
+    assert plan.running == 60 and left >= 60 * 4608 * 20480
 
 
 def test_a_limit_on_the_tokens_leaves_the_rest_to_states(monkeypatch):
     plan, left = tight_split(monkeypatch, max_total_tokens=100_000)
-    assert plan.running > 60 and 100_000 * 22528 <= left < 100_000 * 22528 + 5 * plan.slot_bytes + plan.row_bytes
+    assert plan.running > 62 and 100_000 * 20480 <= left < 100_000 * 20480 + 5 * plan.slot_bytes + plan.row_bytes
     words = sizing.cap_warning(plan, plan.running)
     assert "a KV cache of 100000 tokens" in words and "--max-total-tokens" in words and "--context-length" not in words
     assert "100000 tokens" in sizing.raised_line(plan)

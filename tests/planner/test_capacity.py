@@ -1,6 +1,8 @@
 """Bytes, requests and the widest draft: published figures, readings of a server on an H200, and what must hold always."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -52,15 +54,30 @@ def test_running_requests_that_an_h200_was_read_at():
     assert (fits["snapshot"].max_running, fits["replayssm"].max_running) == (20, 36)
 
 
+MEASURED = Path(__file__).resolve().parents[2] / "bench" / "results" / "serving-2026-12-01-h200-8b27d4a8a.jsonl"
+
+
+@pytest.mark.parametrize("mode", ["snapshot", "replayssm", "treewy"])
+def test_it_says_what_the_server_logged(mode):
+    """Started on an H200 that logged 139.07 GB free before the weights were loaded."""
+    rows = [r for r in map(json.loads, MEASURED.read_text().splitlines()) if r["mode"] == f"{mode}-chain4"]
+    (logged,) = {(r["max_running_requests"], r["max_mamba_cache_size"], r["max_total_num_tokens"]) for r in rows}
+    fit = plan(load("35B"), CHAIN3, Server(gpu_memory=139.07, mem_fraction=0.66, tp=1, requests=256)).fits[mode]
+    assert fit.max_running == logged[0]
+    assert fit.slots == pytest.approx(logged[1], rel=0.01)
+    # What the KV cache gets is the rest: all that the estimate of the weights is off shows there, the more the smaller it is.
+    assert fit.tokens == pytest.approx(logged[2], rel=0.025 if mode == "treewy" else 0.01)
+
+
 def test_running_requests_of_treewy_in_the_same_memory():
-    """By hand: M = 25602068502 bytes; a request takes 5 slots of 64389120, a row of 4446720 and 4104 tokens of 22528:
-    418846912 bytes. M less the padding slot holds 60.97 of them."""
+    """By hand: M = 25602068502 bytes; a request takes 5 slots of 64389120, a row of 4446720 and 4104 tokens of 20480:
+    410442240 bytes. M less the padding slot holds 62.22 of them."""
     server = Server(gpu_memory=139.2, mem_fraction=0.66, tp=1, requests=256)
     p = plan(load("35B"), CHAIN3, server)
     fit = p.fits["treewy"]
     assert p.rest_bytes == 25602068502
-    assert (fit.raised_from, fit.slots, fit.running, fit.max_running, fit.limit) == (184, 300, 60, 60, "both")
-    assert fit.tokens == (p.rest_bytes - 301 * 64389120 - 60 * 4446720) // 22528
+    assert (fit.raised_from, fit.slots, fit.running, fit.max_running, fit.limit) == (184, 310, 62, 62, "both")
+    assert fit.tokens == (p.rest_bytes - 311 * 64389120 - 62 * 4446720) // 20480
     fixed = plan(load("35B"), CHAIN3, dataclasses.replace(server, mamba_full_memory_ratio=0.89)).fits["treewy"]
     assert (fixed.raised_from, fixed.running, fixed.limit) == (None, 36, "state")
 

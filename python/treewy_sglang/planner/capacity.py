@@ -239,10 +239,9 @@ class Sizes:
     def _kv_bytes_per_token(self) -> int:
         element = KV_DTYPES[self.server.kv_dtype] or self.activation_bytes
         heads = max(1, self.model.kv_heads // self.tp)  # SGLang copies what does not split
-        layers = self.model.attention_layers
-        if self.server.algorithm == "NEXTN":
-            layers += self.model.mtp_layers  # SGLang's draft keeps a KV cache of its own
-        return heads * 2 * self.model.head_dim * layers * element
+        # The KV cache of the model's own draft layer is allocated beside the budget: SGLang charges for it only where
+        # --speculative-draft-model-path names a checkpoint.
+        return heads * 2 * self.model.head_dim * self.model.attention_layers * element
 
     def fits_from(self) -> Optional[int]:
         """The fewest GPUs whose static memory holds the weights; None when no number that divides the key heads does."""
