@@ -24,6 +24,12 @@ BASE = {
 PRESETS = {
     "tight": {**BASE, "modes": CHAINS, "memory": ["tight=0.66"], "concurrency": [32, 64, 128, 256]},
     "tightest": {**BASE, "modes": CHAINS, "memory": ["tight=0.59"], "concurrency": [32, 128]},
+    # What SGLang's own options make of the same memory: ratios at which snapshots and ReplaySSM, too, keep no more KV cache than the
+    # requests that run can fill, found as `treewy plan` finds TreeWY's; and a slot less for every request.
+    "split": {
+        **BASE, "modes": ["treewy-chain4", "replayssm-chain4+ratio3.85", "snapshot-chain4+ratio6", "treewy-chain4+lazy", "replayssm-chain4+lazy+ratio3.85"],
+        "memory": ["tight=0.66"], "concurrency": [128],
+    },
     "ample": {**BASE, "modes": ["none", *CHAINS], "memory": ["ample=0.85"], "concurrency": [1, 8, 32, 64], "repeats": 2},
     "trees": {
         **BASE, "modes": ["treewy-tree15", "snapshot-tree15", "treewy-tree40", "treewy-tree64"],

@@ -14,7 +14,7 @@ out=$(mkdir -p "${1:?OUT folder}" && cd "$1" && pwd)
 limit=${2:-1400}
 python=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
-for preset in ${PRESETS:-tight ample trees tightest best trees-wide best-dense}; do
+for preset in ${PRESETS:-tight split ample trees tightest best trees-wide best-dense}; do
   left=$((limit - SECONDS))
   if ((left < ${LEAST:-120})); then echo "[$SECONDS s] $preset: no time left"; continue; fi
   echo "[$SECONDS s] $preset"
