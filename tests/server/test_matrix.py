@@ -208,6 +208,12 @@ def test_lanes_of_the_rented_host_name_what_there_is():
     assert done.returncode == 2 and "no step everything" in done.stderr
 
 
+def test_a_missing_ffmpeg_is_no_complaint_and_another_traceback_is():
+    video = "[start of libtorchcodec loading traceback]\nTraceback (most recent call last):\n[end of libtorchcodec loading traceback].\n"
+    assert scenarios.complaints(f"a\n{video}b") == []
+    assert scenarios.complaints(f"{video}Traceback (most recent call last):\n{video}") == ["Traceback"]
+
+
 def test_outcomes_are_told_apart():
     check = scenarios.equal("a", "b", load="long")
     same = {"long": {"answers": answers([1, 2])}}

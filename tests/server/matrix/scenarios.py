@@ -432,7 +432,12 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
     return rows + [_healthy(name, start) for name, start in chosen.items() if start.loads and start.loads != ("refusals",)]
 
 
+# What SGLang's video loader says, at great length, on a machine without ffmpeg; the models of Qwen3.5 import it.
+_NO_FFMPEG = re.compile(r"\[start of libtorchcodec loading traceback\].*?\[end of libtorchcodec loading traceback\]", re.S)
+
+
 def complaints(text: str) -> list[str]:
+    text = _NO_FFMPEG.sub("", text)
     return [c for c in COMPLAINTS if c in text]
 
 
