@@ -158,8 +158,10 @@ VerifyParams check_verify(const VerifyArgs& x) {
   const int64_t N = x.state_indices.size(0), tokens = lead.size(0);
   c.require(N > 0 ? tokens % N == 0 : tokens == 0, lead_name, "has ", tokens,
             " tokens; allowed: a multiple of N = ", N, ", the length of 'state_indices'");
-  const int64_t T = N > 0 ? tokens / N : 1;
-  c.nodes(T, lead_name);
+  // No request says how long its draft is; 'parents' may, and nothing is done whatever it says.
+  const bool parents_say = N == 0 && x.parents.has_value() && x.parents->dim() == 2;
+  const int64_t T = N > 0 ? tokens / N : parents_say ? x.parents->size(1) : 1;
+  c.nodes(T, N > 0 || !parents_say ? lead_name : "parents");
   p.state_indices = c.index(x.state_indices, "state_indices", N);
 
   int64_t H = 0, D = 0;

@@ -1,7 +1,7 @@
 """Options and fixtures of all tests.
 
 --device cpu|cuda   where the operator tests run; the tests themselves are the same
---require-gpu       a test that would be skipped because no GPU is there fails instead
+--require-gpu       --device cuda, and a test that would be skipped because no GPU is there fails instead
 --wheel FILE        tests/packaging also installs this wheel into an environment of its own and goes all the way to an answer
 --image             tests/docker builds the CPU image and gets an answer from it (root, buildah, debootstrap; 50 GB)
 """
@@ -18,9 +18,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device of the operator tests")
     parser.addoption("--full", action="store_true", help="tests/server at full size: 64 prompts, 512 new tokens, 16 at a time")
-    parser.addoption("--require-gpu", action="store_true", help="fail, not skip, where a GPU is missing")
+    parser.addoption("--require-gpu", action="store_true", help="--device cuda; fail, not skip, where a GPU is missing")
     parser.addoption("--image", action="store_true", help="tests/docker: build the CPU image and get an answer from it")
     parser.addoption("--wheel", metavar="FILE", help="tests/packaging: a built wheel to install and to get an answer from")
+
+
+def pytest_configure(config):
+    if config.getoption("--require-gpu"):
+        config.option.device = "cuda"  # operator tests that ran on the CPU would show nothing of the GPU that was asked for
 
 
 def need_gpu(config):

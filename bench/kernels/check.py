@@ -20,7 +20,7 @@ def run(device: str, quick: bool = False, seed: int = 5) -> list[str]:
         if not condition:
             wrong.append(text)
 
-    for i, s in enumerate(A.samples(12 if device == "cpu" else 36 if quick else 120, seed)):
+    for i, s in enumerate(A.samples(12 if device == "cpu" else 36 if quick else 120, seed, A.large_batch(device))):
         d = A.tensors(s, device)
         rows, accepted, slots = torch.arange(s.N, device=device), d["accepted"].long(), d["indices"].long()
         untouched = torch.ones(d["state"].shape[0], dtype=torch.bool, device=device)

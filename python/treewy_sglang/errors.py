@@ -11,6 +11,7 @@ per call, under the first that holds in the order state_index, accepted_node, tr
 """
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 KINDS = ("parent", "state_index", "accepted_node", "track", "link")
 _SIZE = 8
@@ -24,12 +25,25 @@ def _normal(device):
     return device
 
 
+@torch.compiler.assume_constant_result
+def _made_for_real(name):
+    """The counter of a device for code that is being traced: a tensor of the tracer's own would be kept and count nothing."""
+    device = torch.device(name)
+    if device not in _counters:
+        with _disable_current_modes(), torch.inference_mode(False):
+            _counters[device] = torch.zeros(_SIZE, dtype=torch.int64, device=device)
+    return _counters[device]
+
+
 def counter(device):
     """The int64[8] counter of a device, made on first use.
 
     CUDA graphs: call this (or any operator) once before capturing; a counter made during capture would be zeroed by
-    every replay, so that is a RuntimeError."""
+    every replay, so that is a RuntimeError. Under a mode that makes fake tensors, and for device meta, the counter is as
+    unreal as the call that asks for it, and is not kept."""
     device = _normal(device)
+    if torch.compiler.is_compiling():
+        return _made_for_real(str(device))
     found = _counters.get(device)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -37,7 +51,10 @@ def counter(device):
                 f"treewy: the error counter of {device} does not exist yet and cannot be made during CUDA-graph capture; "
                 "call treewy_sglang.errors.counter(device) or any operator once before capturing"
             )
-        found = _counters[device] = torch.zeros(_SIZE, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # else nobody outside that mode could set it back to zero
+            found = torch.zeros(_SIZE, dtype=torch.int64, device=device)
+        if type(found) is torch.Tensor and device.type != "meta":
+            _counters[device] = found
     return found
 
 

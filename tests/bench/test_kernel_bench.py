@@ -36,6 +36,14 @@ def test_both_truths_agree():
         torch.testing.assert_close(got.reshape(want.shape), want, rtol=1e-10, atol=1e-12)
 
 
+def test_every_twentieth_sample_is_a_large_batch():
+    """Large batches run kernels that small ones never reach."""
+    found = accuracy.samples(60, large=140)
+    assert [i for i, s in enumerate(found) if s.N == 140] == [7, 27, 47]
+    assert all(s.K == 128 and s.T <= 64 and s.HV > s.H for s in found if s.N == 140) and {s.N for s in found} == {2, 4, 140}
+    assert accuracy.large_batch("cpu") == 0 and {s.N for s in accuracy.samples(60)} == {2, 4}
+
+
 def test_the_matrix_holds_every_case_once():
     todo = cases.matrix(["35B", "397B-tp8", "397B"], cases.REQUESTS, cases.DRAFTS, cases.MODES, "float32")
     assert len(todo) == len(set(todo)) == 3 * 6 * (7 * 3 + 2)  # ReplaySSM: chains only

@@ -248,6 +248,10 @@ def test_empty_batch(call):
     none = lambda t: t[:0]
     out = none(x.out())
     ops.tree_verify(none(x.q), none(x.k), none(x.v), none(x.a), none(x.b), x.A_log, x.dt_bias, x.state, none(x.state_indices), x.parents[:0, :1], out, call.stash.layer(0))  # fmt: skip
+    # As a server has them: the trees of a batch without a request are still T wide.
+    ops.tree_verify(none(x.q), none(x.k), none(x.v), none(x.a), none(x.b), x.A_log, x.dt_bias, x.state, none(x.state_indices), x.parents[:0], out, call.stash.layer(0))  # fmt: skip
+    c = make_inputs(N=N, T=T, H=H, HV=HV, K=K, conv=True, device=call.device)
+    ops.tree_conv_verify(none(c.mixed_qkv), c.conv_weight, None, c.conv_pool[0], none(c.a), none(c.b), c.A_log, c.dt_bias, c.state, none(c.state_indices), c.parents[:0], none(c.out()), c.stash(conv=True).layer(0))  # fmt: skip
     before = x.pool.clone()
     ops.commit(call.stash, x.parents[:0], none(x.accepted), none(x.state_indices), x.pool)
     assert_same_bits(x.pool, before, name="pool")

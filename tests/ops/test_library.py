@@ -12,7 +12,7 @@ import torch
 from ops_common import F32, verify_layers
 
 import treewy_sglang
-from treewy_sglang import ops, tree
+from treewy_sglang import check_errors, errors, ops, tree
 from treewy_sglang.testing import make_inputs
 
 PACKAGE = Path(treewy_sglang.__file__).parent
@@ -117,6 +117,65 @@ def test_fake_tensors_run_through(device):
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         args = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in opcheck_args("tree_verify", "cpu", False)]
         assert torch.ops.treewy.tree_verify(*args) is None
+
+
+def one_verify(device, **changes):
+    x = make_inputs(N=2, T=4, H=1, HV=2, K=64, act=F32, device=device)
+    for name, value in changes.items():
+        setattr(x, name, value)
+    ops.tree_verify(*x.args(), x.out(), x.stash().layer(0))
+
+
+def in_fake_mode(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        errors.counter(device)
+
+
+def in_inference_mode(device):
+    with torch.inference_mode():
+        one_verify(device)
+
+
+def with_a_meta_state(device):
+    x = make_inputs(N=2, T=4, H=1, HV=2, K=64, act=F32, device=device)
+    args = list(x.args())
+    args[7] = args[7].to("meta")
+    with pytest.raises(RuntimeError, match="device is meta"):
+        ops.tree_verify(*args, x.out(), x.stash().layer(0))
+
+
+class Verifies(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.x = make_inputs(N=2, T=4, H=1, HV=2, K=64, act=F32, device=device)
+        self.out, self.stash = self.x.out(), self.x.stash()
+
+    def forward(self, q):
+        ops.tree_verify(q, *self.x.args()[1:], self.out, self.stash.layer(0))
+        return q + 0
+
+
+def in_export(device):
+    model = Verifies(device)
+    torch.export.export(model, (model.x.q,), strict=True)
+
+
+def in_a_compiled_function(device):
+    model = Verifies(device)
+    torch.compile(model, backend="eager", fullgraph=True)(model.x.q)
+
+
+@pytest.mark.parametrize("first", [in_fake_mode, in_inference_mode, with_a_meta_state, in_export, in_a_compiled_function])
+def test_the_first_call_may_come_from_anywhere(device, monkeypatch, first):
+    """The error counter is made by the first call on a device, and is kept: a tensor of a tracer would count for nobody,
+    and turn every later call into nothing."""
+    monkeypatch.setattr(errors, "_counters", {})
+    torch._dynamo.reset()
+    first(device)
+    one_verify(device, state_indices=torch.full((2,), 99, dtype=torch.int32, device=device))
+    assert check_errors(device)["state_index"] == 2 and not any(check_errors().values())
 
 
 def test_cpu_only_build_says_so():
