@@ -201,12 +201,15 @@ def main():
     print(f"{'shape':34} {'measured':8} {'treewy ms':>10} {'torch ms':>10} {'speed-up':>9}   error / torch's")
     slower, lines, unprinted = [], [], []
     requests = (1, 4) if args.quick else (1, 4, 16)
+    todo = []
     for (H, HV), state, n, (label, (shape, T)) in itertools.product(
         ((4, 8), (16, 32)), (torch.float32, torch.bfloat16), requests, SHAPES.items()
     ):
-        name = f"N {n:2} H {H:2} HV {HV:2} {label} {str(state)[6:]}"
-        if args.only and args.only not in name:
-            continue
+        todo.append((f"N {n:2} H {H:2} HV {HV:2} {label} {str(state)[6:]}", H, HV, state, n, label, shape, T))
+    chosen = [case for case in todo if not args.only or args.only in case[0]]
+    if not chosen:
+        parser.error(f"--only {args.only!r} is in no label; labels are as {todo[0][0]!r}, with {', '.join(SHAPES)}")
+    for name, H, HV, state, n, label, shape, T in chosen:
         x = make_inputs(N=n, T=T, H=H, HV=HV, K=128, state=state, shape=shape, seed=1)
         y = make_inputs(N=n, T=T, H=H, HV=HV, K=128, state=state, shape=shape, seed=1, conv=True)
         variants = [Torch(x, False), Torch(x, True)]

@@ -31,8 +31,8 @@ def parser() -> argparse.ArgumentParser:
 
     p = argparse.ArgumentParser(prog="bench.kernels", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--shapes", nargs="+", default=["35B", "397B-tp8", "397B"], choices=list(C.SHAPES))
-    p.add_argument("--requests", nargs="+", type=int, default=list(C.REQUESTS))
-    p.add_argument("--drafts", nargs="+", default=list(C.DRAFTS), help="chainN, treeN")
+    p.add_argument("--requests", nargs="+", type=positive, default=list(C.REQUESTS))
+    p.add_argument("--drafts", nargs="+", type=known_draft, default=list(C.DRAFTS), help="chainN, treeN")
     p.add_argument("--modes", nargs="+", default=list(C.MODES), choices=C.MODES)
     p.add_argument("--state-dtype", default="float32", choices=list(C.DTYPES))
     p.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=None,
@@ -46,13 +46,30 @@ def parser() -> argparse.ArgumentParser:
                    help="run N of the peer cases that are known to overflow, each in a process of its own (default 3)")
     p.add_argument("--triton-cache", help="cache made by bench.kernels.precompile")
     p.add_argument("--full-import", action="store_true", help="import sglang whole instead of its kernel modules alone")
-    p.add_argument("--accuracy", type=int, metavar="CASES", help="random cases against float64")
-    p.add_argument("--drift", type=int, metavar="CYCLES", help="verify/commit cycles in a row")
+    p.add_argument("--accuracy", type=positive, metavar="CASES", help="random cases against float64")
+    p.add_argument("--drift", type=positive, metavar="CYCLES", help="verify/commit cycles in a row")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--time", action="store_true", help="time as well, after --accuracy or --drift")
     p.add_argument("--report", type=Path, nargs="+", help="only summarise and plot these files")
     p.add_argument("--isolated-case", help=argparse.SUPPRESS)
     return p
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; allowed: 1 or more")
+    return value
+
+
+def known_draft(text: str) -> str:
+    from . import cases as C
+
+    try:
+        C.parse_draft(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def log(text: str) -> None:
@@ -62,16 +79,20 @@ def log(text: str) -> None:
 class Rows:
     """The JSON lines of a run: appended one by one, never rewritten."""
 
-    def __init__(self, path: Path):
+    @staticmethod
+    def fields() -> tuple[str, ...]:
+        """What a case is told from another by."""
         from . import cases as C
 
+        return tuple(C.Case.__dataclass_fields__)
+
+    def __init__(self, path: Path):
         self.path = path
-        self.fields = C.Case.__dataclass_fields__
         path.parent.mkdir(parents=True, exist_ok=True)
         self.done = {self.key(r) for r in read(path)} if path.exists() else set()
 
     def key(self, row: dict) -> tuple:
-        return tuple(row[f] for f in self.fields)
+        return tuple(row[f] for f in self.fields())
 
     def add(self, row: dict) -> None:
         with open(self.path, "a") as f:
@@ -129,7 +150,14 @@ def main(argv=None) -> int:
     from . import report
 
     if args.report:
-        rows = [r for path in args.report for r in read(path)]
+        try:
+            rows = [r for path in args.report for r in read(path)]
+            missing = {f for f in Rows.fields() for r in rows if f not in r}
+            if missing or not rows:
+                raise ValueError(f"no rows of this benchmark: {', '.join(sorted(missing)) or 'everything'} missing")
+        except (OSError, ValueError) as error:
+            print(f"bench.kernels: --report {' '.join(map(str, args.report))}: {error}", file=sys.stderr)
+            return 2
         print(report.table(rows))
         log(report.plot(rows, args.report[0].with_suffix(".png")))
         return 0
@@ -218,7 +246,7 @@ def main(argv=None) -> int:
                 pool = problem.Pool(shape, case.state_dtype, args.device)
             budget_ms = 15.0 if f"{case.draft}{case.nodes}" not in args.drafts else 60.0
             figures, broken = run.run(case, pool, args.device, budget_ms=budget_ms)
-        row = dict(gpu=gpu, commit=commit, **{f: getattr(case, f) for f in rows.fields})
+        row = dict(gpu=gpu, commit=commit, **{f: getattr(case, f) for f in rows.fields()})
         row.update({k: figures.pop(k, None) for k in ("verify_us", "conv_us", "commit_us")})
         row.update(read_gbps=_round(read_gbps), readwrite_gbps=_round(readwrite_gbps), clock_mhz=clock.read())
         row.update(

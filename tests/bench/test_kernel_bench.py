@@ -1,5 +1,6 @@
 """The parts of bench/kernels that need no GPU: drafts, the yardstick, targets, and that wrong results are seen."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.kernels import __main__ as command  # noqa: E402
 from bench.kernels import accuracy, cases, check, report, run, truth  # noqa: E402
 
 from treewy_sglang import reference, tree  # noqa: E402
@@ -104,3 +106,32 @@ def test_stash_is_a_fiftieth_of_the_snapshots():
 def test_errors_that_end_a_context():
     assert run.fatal(RuntimeError("CUDA error: an illegal memory access was encountered"))
     assert not run.fatal(RuntimeError("CUDA out of memory"))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [(["--accuracy", "-3"], "-3; allowed: 1 or more"), (["--drift", "0"], "0; allowed: 1 or more"), (["--requests", "4", "0"], "0; allowed: 1 or more"),
+     (["--drafts", "tree16", "foo"], "draft 'foo' is not chainN or treeN")],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before_anything_runs(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(check, "run", lambda *_, **__: pytest.fail("checked"))
+    monkeypatch.setattr(accuracy, "campaign", lambda *_, **__: pytest.fail("ran"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", "cpu", *arguments])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, words", [(None, "No such file"), ("{\"check\": 1}\n", "shape"), ("not json\n", "Expecting"), ("", "everything missing")])
+def test_a_report_of_something_else_is_refused(tmp_path, capsys, text, words):
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert command.main(["--report", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bench.kernels: --report") and words in told and len(told.splitlines()) == 1
+
+
+def test_a_choice_of_nothing_is_refused():
+    script = Path(__file__).resolve().parents[2] / "bench" / "kernels_cpu.py"
+    done = subprocess.run([sys.executable, str(script), "--only", "zzz"], capture_output=True, text=True)
+    assert done.returncode == 2 and "'zzz' is in no label" in done.stderr and "tree 16" in done.stderr
