@@ -11,7 +11,8 @@ Three measurements a shape (activations bfloat16, K = V = 128, gates of real che
 The torch side is written twice, with batched matrix products and with elementwise passes, and the faster one of each shape
 counts. Every repetition times operator and torch back to back on other slots of a pool larger than the caches; what is
 reported is the median of the ratios, so that a load on the machine that comes and goes hits both. A shape whose outputs
-fail the check of treewy_sglang.testing is not timed. Exit code 1: a check failed; 2: an operator was slower somewhere.
+fail the check of treewy_sglang.testing is not timed. Exit code 1: a check failed; 2: an operator was slower somewhere, or
+--only selects nothing.
 """
 
 import argparse

@@ -152,7 +152,8 @@ def main(argv=None) -> int:
     if args.report:
         try:
             rows = [r for path in args.report for r in read(path)]
-            missing = {f for f in Rows.fields() for r in rows if f not in r}
+            needed = (*Rows.fields(), "gpu", "commit", "read_gbps", "readwrite_gbps")
+            missing = {f for f in needed for r in rows if not isinstance(r, dict) or f not in r}
             if missing or not rows:
                 raise ValueError(f"no rows of this benchmark: {', '.join(sorted(missing)) or 'everything'} missing")
         except (OSError, ValueError) as error:

@@ -121,7 +121,10 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(monkeypatch, ca
     assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text, words", [(None, "No such file"), ("{\"check\": 1}\n", "shape"), ("not json\n", "Expecting"), ("", "everything missing")])
+NO_CEILINGS = '{"gpu": "x", "commit": "y", "shape": "35B", "requests": 64, "nodes": 4, "draft": "chain", "mode": "treewy", "state_dtype": "float32"}\n'
+
+
+@pytest.mark.parametrize("text, words", [(None, "No such file"), ("{\"check\": 1}\n", "shape"), ("not json\n", "Expecting"), ("", "everything missing"), ("3\n", "shape"), (NO_CEILINGS, "read_gbps")])
 def test_a_report_of_something_else_is_refused(tmp_path, capsys, text, words):
     path = tmp_path / "rows.jsonl"
     if text is not None:
