@@ -312,6 +312,33 @@ def test_a_changed_figure_is_noticed():
     assert changed != text and tables.filled(changed) == text
 
 
+def test_committed_float32_states_have_a_row_of_their_own():
+    """Among all states, the rounding to 16 bits hides the operators: it is the same on both sides."""
+    tables = tool("performance_tables")
+    groups = json.loads((tables.RESULTS / f"accuracy-{tables.RUN}.json").read_text())["accuracy"]["groups"]
+    state = groups["state=float32"]["state"]
+    (row,) = [line for line in tables.exactness().splitlines() if "committed state in float32," in line and "bfloat16" not in line]
+    assert f"{groups['state=float32']['cases']} of these" in row and row.endswith(f"| {state['error']:.1e} | {state['yardstick']:.1e} |")
+
+
+def test_figures_of_the_kernels_page():
+    """Spills are those of the list, bandwidths and the longest drafts those of the rows."""
+    text, tables = " ".join(page("kernels.md").split()), tool("performance_tables")
+    spills = json.loads((ROOT / "tests" / "build" / "spills.json").read_text()).values()
+    for words, figure in (("kernels that spill", len(spills)), ("bytes, worst kernel", max(spills)), ("bytes, all", sum(spills))):
+        assert f"| {words} | {figure:,} |" in text
+    (read,), (both,) = ({row[key] for row in tables.rows()} for key in ("read_gbps", "readwrite_gbps"))
+    assert f"{read:,.0f} GB/s read only and {both:,.0f} GB/s read and written" in text
+    state = 64 * 32 * 128 * 128 * 4  # bytes of 64 requests, shape 35B
+    assert f"{state / read / 1e3:.0f} us at the read bandwidth" in text and f"{2 * state / both / 1e3:.0f} us at the bandwidth of both" in text
+    found = tables.report()._Rows(tables.rows())
+    plain, conv = (found.get(4, "tree", 128, mode, "verify_us") for mode in ("treewy", "treewy-fused-conv"))
+    assert f"and {plain:.0f} after without the convolution" in text and f"and {conv:.0f} with it" in text
+    few, many = (found.get(n, "chain", 4, "treewy", "verify_us") for n in (64, 256))
+    each = (many - few) / (256 - 64)
+    assert f"{each:.2f} us (its state at {100 * state / 64 / each / 1e3 / read:.0f} % of the read bandwidth)" in text
+
+
 def test_figures_of_the_readme_are_the_rows():
     """Its kernel table: TreeWY, then each peer with how much longer it takes."""
     readme = (ROOT / "README.md").read_text()
