@@ -41,6 +41,17 @@ def stash_row_bytes(*, activation_bytes: int, **dimensions) -> dict[str, int]:
     }
 
 
+def _most_within(memory: int, cost: Callable[[int], int], low: int, high: int) -> int:
+    """The largest n of low..high whose cost, which never falls, is within `memory`; low where none is."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost(middle) <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def slots_within(
     budget: int, *, slot_bytes: int, row_bytes: int, slots_per_request: int, requested: int, rows: Callable[[int], int]
 ) -> int:
@@ -50,14 +61,7 @@ def slots_within(
     def cost(slots: int) -> int:
         return (slots + 1) * slot_bytes + rows(min(requested, slots // slots_per_request)) * row_bytes
 
-    low, high = 0, max(0, budget // slot_bytes)  # cost(low) may exceed the budget: then there is no slot at all
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cost(middle) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return _most_within(budget, cost, 0, max(0, budget // slot_bytes))
 
 
 def slots_beside_contexts(
@@ -74,14 +78,8 @@ def slots_beside_contexts(
             tokens = min(tokens, most_tokens)
         return (running * slots_per_request + 1) * slot_bytes + rows(running) * row_bytes + tokens * token_bytes
 
-    low, high = least // slots_per_request, requested  # cost(low) may exceed the memory: then no higher one fits either
-    while low < high:
-        middle = (low + high + 1) // 2
-        if cost(middle) <= memory:
-            low = middle
-        else:
-            high = middle - 1
-    return max(least, low * slots_per_request)
+    running = _most_within(memory, cost, least // slots_per_request, requested)
+    return max(least, running * slots_per_request)
 
 
 def snapshot_slots_within(budget: float, *, slot_bytes: int, nodes: int, slots_per_request: int) -> int:
