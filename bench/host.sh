@@ -34,7 +34,7 @@ case $step in
     onpath "$site"
     # Only _host is bound to one Python; the operators are not.
     "$python" - <<'P'
-import os, re, shlex, subprocess, sysconfig
+import os, re, subprocess, sysconfig
 import pybind11, torch
 version = re.search(r'__version__ = "(.+)"', open("python/treewy_sglang/_version.py").read())[1]
 facts = {"VERSION": version, "GIT_COMMIT": os.environ.get("TREEWY_COMMIT", "unknown"), "TORCH_VERSION": torch.__version__,

@@ -7,6 +7,7 @@ Without --write: exit status 1 when a page differs from what the rows say.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -22,8 +23,17 @@ DRAFTS = (("chain", 4), ("tree", 16), ("tree", 64))
 REQUESTS = (1, 4, 16, 64, 256)
 
 
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def shared(rows: list[dict], key: str) -> str:
+    """The value of a key in all rows; where they differ, all values."""
+    return ", ".join(sorted({str(r[key]) for r in rows}))
+
+
 def rows() -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / f"kernels-{RUN}.jsonl").read_text().splitlines()]
+    return read(f"kernels-{RUN}.jsonl")
 
 
 def report():
@@ -37,7 +47,7 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def provenance() -> str:
-    one = lambda key: ", ".join(sorted({str(r[key]) for r in rows()}))
+    one = functools.partial(shared, rows())
     clocks = sorted({r["clock_mhz"] for r in rows()})
     return (f"Device: {one('gpu')} at {clocks[0]} to {clocks[-1]} MHz. Commit: {one('commit')}. Beside it: SGLang {one('sglang')}, PyTorch "
             f"{one('torch')}, Triton {one('triton')}. {len(rows())} rows.")  # fmt: skip
@@ -122,12 +132,12 @@ SERVING_BEFORE = RUN  # before TreeWY raised the state slots: the three modes at
 
 
 def serving_rows(run: str = SERVING_RUN) -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / f"serving-{run}.jsonl").read_text().splitlines()]
+    return read(f"serving-{run}.jsonl")
 
 
 def serving_provenance(run: str) -> str:
     rows = serving_rows(run)
-    one = lambda key: ", ".join(sorted({str(r[key]) for r in rows}))
+    one = functools.partial(shared, rows)
     return (f"Device: {one('gpu')}. Commit: {one('commit')}. SGLang {one('sglang')}. {one('model')}, {one('dtype')}, "
             f"`--mem-fraction-static {one('mem_fraction')}`, {one('input_len')} tokens in and {one('output_len')} out, accepted length held at "
             f"{one('accept')} (`SGLANG_SIMULATE_ACC_LEN`). {len(rows)} rows, one run each.")  # fmt: skip
@@ -153,11 +163,11 @@ CPU_RUN = "2026-12-01-epyc-299862783655"
 
 
 def cpu_rows() -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / f"cpu-kernels-{CPU_RUN}.jsonl").read_text().splitlines()]
+    return read(f"cpu-kernels-{CPU_RUN}.jsonl")
 
 
 def cpu_provenance() -> str:
-    one = lambda key: ", ".join(sorted({str(r[key]) for r in cpu_rows()}))
+    one = functools.partial(shared, cpu_rows())
     ratios = sorted(r["speedup"] for r in cpu_rows())
     return (f"Device: {one('cpu')}, {one('threads')} thread, instructions {one('isa')}. Commit: {one('commit')}. PyTorch {one('torch')}. Over all "
             f"{len(ratios)} rows the operators take between 1/{ratios[0]:.1f} and 1/{ratios[-1]:.0f} of the time of the recurrence.")  # fmt: skip
@@ -180,13 +190,12 @@ def matrix() -> str:
     """The newest row of every check; that a server stayed healthy is one line for all."""
     found: dict[str, dict] = {}
     for file in sorted(RESULTS.glob("matrix-*.jsonl")):
-        for row in map(json.loads, file.read_text().splitlines()):
-            found[row["check"]] = row
-    healthy = [r for name, r in found.items() if name.endswith(": healthy")]
+        found.update({row["check"]: row for row in read(file.name)})
+    healthy = [found.pop(name) for name in list(found) if name.endswith(": healthy")]
     size = lambda r: f"{r['size']['prompts']} x {r['size']['new_tokens']}"  # noqa: E731
     lines = [
         [f"`{name}`" if " " not in name else name, r["outcome"], r["detail"].replace("|", "\\|"), size(r) if name.startswith(("f32", "bf16", "qwen35")) else "", r["commit"]]
-        for name, r in sorted(found.items()) if r not in healthy
+        for name, r in sorted(found.items())
     ]  # fmt: skip
     well = sum(r["outcome"] == "ok" for r in healthy)
     lines.append([f"{len(healthy)} servers: no operator error, no complaint in the log, leak checks silent", "ok" if well == len(healthy) else "MISSED", f"{well} of {len(healthy)}", "", ""])
