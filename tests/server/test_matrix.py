@@ -70,8 +70,8 @@ def test_near_ties_are_judged_strictly_and_beside_snapshots():
     plain, ours = answers([1, 2, 3], [4, 5], gaps=0.5), answers([1, 2, 9], [4, 5], gaps=0.5)
     data = {name: {"greedy": {"answers": a, "accepted": 2.0}} for name, a in (("bf16-plain", plain), ("bf16-chain3-snapshots", ours), ("bf16-chain3", ours))}
     judged = lambda check: runner.judge(check, data, QUICK)  # noqa: E731
-    beside = scenarios.near("bf16-plain", "bf16-chain3", "bfloat16", ("bf16-chain3-snapshots", "bf16-plain"))
-    assert judged(beside)["outcome"] == "ok" and beside.starts == ("bf16-plain", "bf16-chain3", "bf16-chain3-snapshots", "bf16-plain")
+    beside = scenarios.near("bf16-plain", "bf16-chain3", "bfloat16", "bf16-chain3-snapshots")
+    assert judged(beside)["outcome"] == "ok" and beside.starts == ("bf16-plain", "bf16-chain3-snapshots", "bf16-chain3")
     assert judged(scenarios.near("bf16-plain", "bf16-chain3", "bfloat16"))["outcome"] == "MISSED"
     assert judged(scenarios.near_ties("chain3"))["outcome"] == "ok"
     data["bf16-chain3"] = {"greedy": {"answers": plain, "accepted": 2.0}}
@@ -336,6 +336,13 @@ def test_refusals_are_judged_by_their_words():
     changed = {**right, "nothing wrong": "refused", "replayssm": None, "float32": "no", "pdmux": "x pdmux"}
     assert [w.split(":")[0] for w in refusals.wrong(changed, "cuda")] == ["nothing wrong", "replayssm", "float32"]
     assert len(refusals.wrong({}, "cpu")) == len(refusals.cases("cpu"))
+
+
+def test_a_server_chooses_the_rows_that_are_about_it():
+    call = [sys.executable, str(ROOT / "tests" / "server" / "matrix"), "--list", "--scenarios", "bf16-adaptive"]
+    listed = subprocess.run(call, capture_output=True, text=True).stdout
+    assert "bf16-adaptive ~ bf16-plain" in listed and "bf16-adaptive: healthy" in listed
+    assert "bf16-chain3-flashinfer" not in listed
 
 
 def test_the_command_lists_what_it_would_run():

@@ -79,7 +79,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table: `judge(data of the starts by name, size)` returns what was found, or raises Missed."""
+    """A row of the table: `judge(data of the starts by name, size)` returns what was found, or raises Missed. The last start is
+    the one that it is about: its name chooses the row, and the row comes from where it ran."""
 
     name: str
     starts: tuple[str, ...]
@@ -236,21 +237,22 @@ def retracted(name: str) -> Check:
     return Check(f"{name}: requests were retracted", (name,), judge)
 
 
-def near(reference: str, name: str, dtype: str, beside: tuple[str, ...] = ()) -> Check:
-    """Splits at near ties only. `beside`: starts of the same model with snapshots in place of TreeWY, and without drafts; the
-    splits between them are as good a reason as a near tie, where ours are neither more frequent nor wider."""
+def near(reference: str, name: str, dtype: str, snapshots: str | None = None) -> Check:
+    """Splits at near ties only. `snapshots`: a start with these in place of TreeWY; the splits between it and the reference are
+    as good a reason as a near tie, where ours are neither more frequent nor wider."""
 
     def judge(data: Mapping[str, Any], size: Size) -> str:
         found = verdicts.splits(_answers(data, reference), _answers(data, name), _tie(dtype))
         detail = f"{found['split']} of {found['answers']} split in {found['compared']} tokens, widest gap {found['gap']:.3g}; accepted {data[name]['greedy']['accepted'] or 1:.2f}"
-        if beside:
-            theirs = verdicts.splits(_answers(data, beside[1]), _answers(data, beside[0]), _tie(dtype))
+        if snapshots is not None:
+            theirs = verdicts.splits(_answers(data, reference), _answers(data, snapshots), _tie(dtype))
             rate, width = verdicts.no_more_frequent(found, theirs), verdicts.no_wider(found, theirs)
             return f"{detail}; snapshots {theirs['split']} in {theirs['compared']}, widest {theirs['gap']:.3g} (p = {rate:.2g}, {width:.2g})"
         need(not found["wide"], f"splits wider than {_tie(dtype):.3g} (answer, token, gap): {found['wide'][:5]}")
         return detail
 
-    return Check(f"{name} ~ {reference}", (reference, name, *beside), judge)
+    starts = (reference, name) if snapshots is None else (reference, snapshots, name)
+    return Check(f"{name} ~ {reference}", starts, judge)
 
 
 def near_ties(mode: str) -> Check:
@@ -309,7 +311,7 @@ def _sampled(mode: str) -> Check:
 
 
 def _long(name: str, reference: str | None) -> Check:
-    names = (name,) if reference is None else (name, reference)
+    names = (name,) if reference is None else (reference, name)
 
     def judge(data: Mapping[str, Any], size: Size) -> str:
         accepted = verdicts.acceptance(data[name]["long"]["events"])
@@ -325,10 +327,10 @@ def _long(name: str, reference: str | None) -> Check:
 
 
 def _drift(mode: str) -> Check:
-    names = (f"drift-{mode}", "drift-plain")
+    names = ("drift-plain", f"drift-{mode}")
 
     def judge(data: Mapping[str, Any], size: Size) -> str:
-        ours, plain = (data[n]["drift"] for n in names)
+        plain, ours = (data[n]["drift"] for n in names)
         need(ours["tokens"] >= 0.99 * size.long and plain["tokens"] >= 0.99 * size.long, f"{ours['tokens']}, {plain['tokens']} tokens replayed")
         found = verdicts.drift(ours["errors"], plain["errors"])
         return f"{ours['tokens']} tokens; relative distance from a float64 replay: worst {found['worst']:.2g}, mean {found['mean']:.2g}; plain decoding {found['plain_worst']:.2g}, {found['plain_mean']:.2g}"  # fmt: skip
@@ -357,12 +359,13 @@ def _refusals(data: Mapping[str, Any], size: Size) -> str:
 
 
 def _memory(nodes: int, share: float) -> Check:
-    names = tuple(f"memory-{nodes}-{kind}" for kind in ("treewy", "snapshots")) + (("memory-4-replayssm",) if nodes == 4 else ())
+    kinds = ("snapshots", *(("replayssm",) if nodes == 4 else ()), "treewy")
+    names = tuple(f"memory-{nodes}-{kind}" for kind in kinds)
 
     def judge(data: Mapping[str, Any], size: Size) -> str:
-        lines = data[names[0]]["start"]["lines"]
+        lines = data[names[-1]]["start"]["lines"]
         got = verdicts.share_of_bare_budget(lines, round(lines["slot_mib"] * 2**20))
-        others = {n: data[n]["start"]["state_slots"] for n in names[1:]}
+        others = {n: data[n]["start"]["state_slots"] for n in names[:-1]}
         need(got >= share, f"{got:.3f} of the slots that the budget gives without drafts, at least {share} wanted; {lines}")
         return f"{lines['slots']} state slots, {got:.1%} of those without drafts; {others}"
 
@@ -390,15 +393,15 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
     """All rows that the given starts can fill."""
     rows: list[Check] = []
 
-    def beside(mode: str) -> tuple[str, ...]:
-        other = f"bf16-{'chain3' if mode == 'chain3' else 'tree16'}-snapshots"
-        return (other, "bf16-plain") if other in chosen else ()
+    def snapshots(mode: str) -> str | None:
+        name = f"bf16-{'chain3' if mode == 'chain3' else 'tree16'}-snapshots"
+        return name if name in chosen else None
 
     for mode in MODES:
         for name in (*STRATEGIES, "retract"):
             rows.append(equal("f32-plain", f"f32-{mode}-{name}"))
         rows.append(retracted(f"f32-{mode}-retract"))
-        rows.append(near("bf16-plain", f"bf16-{mode}", "bfloat16", beside(mode)))
+        rows.append(near("bf16-plain", f"bf16-{mode}", "bfloat16", snapshots(mode)))
         rows.append(_grammar(mode))
     rows += [near_ties(mode) for mode in ("chain3", "tree16")]
     rows.append(Check("without the flag patched = unpatched", ("bf16-plain", "bf16-unpatched"), _same_bits))
@@ -410,7 +413,7 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
             # A state that is rounded at every step drifts from one that is rounded once per draft: no near tie explains
             # that, and the operators' own tests hold both against float64.
             if not feature.startswith("state"):
-                rows.append(near("bf16-plain", name, "bfloat16", beside(match[1])))
+                rows.append(near("bf16-plain", name, "bfloat16", snapshots(match[1])))
     for kind in ("dense", "moe"):
         for mode in ("chain3", "tree16"):
             name, plain = f"qwen35-{kind}-{mode}", f"qwen35-{kind}-plain"
@@ -418,7 +421,7 @@ def checks(chosen: Mapping[str, Start]) -> list[Check]:
                 rows.append(equal(plain, name) if chosen[name].dtype == "float32" else near(plain, name, "bfloat16"))
     if "qwen35-moe-plain" in chosen and chosen["qwen35-moe-plain"].dtype == "float32":
         rows.append(equal("f32-plain", "qwen35-moe-plain"))  # the same function in another layout
-    rows.append(near("bf16-plain", "bf16-adaptive", "bfloat16", beside("chain3")))
+    rows.append(near("bf16-plain", "bf16-adaptive", "bfloat16", snapshots("chain3")))
     rows += [equal("f32-plain", f"f32-{mode}-tp2") for mode in ("plain", "chain3", "tree16")]
     rows += [_sampled(mode) for mode in ("chain3", "tree16", "ngram16")]
     for mode in ("chain3", "tree16"):
